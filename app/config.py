@@ -1,0 +1,318 @@
+"""The configuration of the app: the `args` of its entry in a Serve config file.
+
+All models are frozen and refuse unknown keys. `parse_config` turns any mistake into one `ConfigError` whose message
+names the key's path and what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from app.errors import ConfigError
+
+NAME_PATTERN = r"^[a-z][a-z0-9_]{0,31}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+ServiceTier = Literal["priority", "default", "flex"]
+
+
+class ConfigModel(BaseModel):
+    """Base of every configuration model: immutable, unknown keys refused, defaults checked too."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelConfig(ConfigModel):
+    """Which model all pools serve."""
+
+    name: str = Field(min_length=1, description="Name under which clients ask for the model (`model` in a request).")
+    source: str = Field(
+        min_length=1,
+        description="Where the model is: a folder, a model id that vLLM can download, or `builtin:NAME` for a model "
+        "that scripts/setup puts into the cache (`builtin:smollm2-135m-instruct`).",
+    )
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model. Default: no.")
+    chat_template: Path | None = Field(None, description="File with a Jinja chat template. Default: the model's own.")
+    tool_call_parser: str | None = Field(
+        None, description="vLLM's tool call parser (for example `hermes`). Without one, requests with tools get a 400."
+    )
+    reasoning_parser: str | None = Field(None, description="vLLM's reasoning parser. Default: none.")
+    hf_overrides: dict[str, Any] = Field(
+        default_factory=dict, description="Values that replace those of the model's config.json."
+    )
+
+
+class EngineConfig(ConfigModel):
+    """Tuning of one pool's vLLM engine."""
+
+    max_model_len: int = Field(ge=16, description="Longest context, in tokens: prompt plus output.")
+    max_num_seqs: int = Field(64, ge=1, description="Most sequences that one step may run. Default: 64.")
+    max_num_batched_tokens: int = Field(2048, ge=16, description="Most tokens that one step may compute. Default: 2048.")
+    kv_cache_memory_mib: int | None = Field(
+        None,
+        ge=1,
+        description="Memory for the KV cache, in MiB. Default: what `gpu_memory_utilization` leaves (GPU), what the "
+        "profile says (simulated); the CPU executor needs a value.",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="Share of the GPU's memory that the engine may use. Default: 0.9."
+    )
+    enable_prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompt prefixes. Default: yes.")
+    enforce_eager: bool = Field(False, description="Do not capture CUDA graphs or compile. Default: no.")
+    dtype: str = Field("auto", description="Data type of weights and activations, as vLLM names it. Default: auto.")
+    quantization: str | None = Field(None, description="vLLM's quantization method. Default: the model's own.")
+    load_format: str = Field("auto", description="How weights are loaded; `dummy` for random ones. Default: auto.")
+    vllm: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further fields of vLLM's AsyncEngineArgs, by vLLM's names. Unknown ones are refused.",
+    )
+
+
+class CpuExecutor(ConfigModel):
+    """vLLM's CPU build."""
+
+    kind: Literal["cpu"]
+    threads: int = Field(1, ge=1, description="Threads that compute a step. Default: 1.")
+
+
+class GpuExecutor(ConfigModel):
+    """vLLM on CUDA GPUs."""
+
+    kind: Literal["gpu"]
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="GPUs that share one replica's model. Above 1, Ray places them by a placement group."
+    )
+
+
+class SimulatedExecutorConfig(ConfigModel):
+    """vLLM's real engine with the model's execution replaced by a cost model of a GPU. No weights are loaded."""
+
+    kind: Literal["simulated"]
+    profile: str = Field(
+        "h100-llama-3.1-8b", description="Name of a cost profile, or a YAML file with one. Default: h100-llama-3.1-8b."
+    )
+    time_scale: float = Field(
+        1.0, gt=0, description="Real seconds per simulated second; above 1 slows the simulation down. Default: 1."
+    )
+
+
+Executor = Annotated[CpuExecutor | GpuExecutor | SimulatedExecutorConfig, Field(discriminator="kind")]
+
+
+class PoolConfig(ConfigModel):
+    """One pool: vLLM replicas of one shape, a Serve deployment."""
+
+    executor: Executor = Field(description="What executes the model: `cpu`, `gpu` or `simulated`.")
+    engine: EngineConfig = Field(description="Tuning of the pool's engines.")
+    num_replicas: int = Field(
+        1, ge=1, description="Replicas. Default: 1. For autoscaling, use `autoscaling_config` in the file's "
+        "`deployments`."
+    )
+    num_cpus: float = Field(1.0, ge=0, description="Ray CPUs that one replica reserves. Default: 1.")
+    num_gpus: float = Field(0.0, ge=0, description="Ray GPUs that one replica reserves (tensor parallel: per GPU "
+                            "worker, 1). Default: 0.")
+    accelerator_type: str | None = Field(None, description="Ray accelerator type, for example `H100`. Default: any.")
+    resources: dict[str, float] = Field(default_factory=dict, description="Further Ray resources per replica.")
+    placement_group_strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        "PACK", description="How the GPUs of a tensor-parallel replica are placed. Default: PACK."
+    )
+    max_ongoing_requests: int = Field(
+        256, ge=1, description="Requests that one replica holds at once, running or waiting in its engine. Default: 256."
+    )
+    max_queued_requests: int = Field(
+        1024, ge=0, description="Requests that may wait, per ingress replica, for a replica to accept them; more are "
+        "refused with 503. Default: 1024."
+    )
+    start_timeout_s: float = Field(
+        600.0, gt=0, description="Longest wait, in seconds, from dispatch to the first token. Default: 600."
+    )
+    graceful_shutdown_timeout_s: float = Field(
+        120.0, ge=0, description="How long, in seconds, a replica that is stopped may finish its requests. Default: 120."
+    )
+
+    @model_validator(mode="after")
+    def _check_executor(self) -> Self:
+        if self.executor.kind == "cpu":
+            if self.engine.kv_cache_memory_mib is None:
+                raise ValueError("engine.kv_cache_memory_mib is needed with executor.kind: cpu; set it, for example 256")
+            if self.num_gpus:
+                raise ValueError("num_gpus must be 0 with executor.kind: cpu")
+        if self.executor.kind == "gpu" and not self.num_gpus:
+            raise ValueError("num_gpus must be above 0 with executor.kind: gpu")
+        return self
+
+
+class ServiceClassConfig(ConfigModel):
+    """One class of service. Its place in `classes` is its importance: the first is served first."""
+
+    service_tier: ServiceTier = Field(
+        description="OpenAI's `service_tier` value that asks for this class, echoed in answers."
+    )
+
+
+class LengthConfig(ConfigModel):
+    """One length class: prompts up to a number of tokens."""
+
+    name: Name = Field(description="Name of the length class.")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="Longest prompt of this class, in tokens; null for no limit (only in the last one)."
+    )
+
+
+class RuleConfig(ConfigModel):
+    """One line of the rule table. The first that matches, and whose pool can hold the context, wins."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    service_class: Name | None = Field(None, alias="class", description="Service class; left out: any.")
+    length: Name | None = Field(None, description="Length class; left out: any.")
+    pool: Name = Field(description="Home pool.")
+
+
+class RoutingConfig(ConfigModel):
+    """How requests are mapped to pools."""
+
+    lengths: tuple[LengthConfig, ...] = Field(min_length=1, description="Length classes, shortest first.")
+    rules: tuple[RuleConfig, ...] = Field(min_length=1, description="Rule table, tried from the top.")
+
+    @field_validator("lengths")
+    @classmethod
+    def _check_lengths(cls, lengths: tuple[LengthConfig, ...]) -> tuple[LengthConfig, ...]:
+        *bounded, last = lengths
+        if last.max_prompt_tokens is not None:
+            raise ValueError("the last length class must have no max_prompt_tokens, so that every prompt has a class")
+        bounds = [length.max_prompt_tokens for length in bounded]
+        numbers = [bound for bound in bounds if bound is not None]
+        if len(numbers) != len(bounds) or numbers != sorted(set(numbers)):
+            raise ValueError("max_prompt_tokens must rise from one length class to the next")
+        if len({length.name for length in lengths}) != len(lengths):
+            raise ValueError("two length classes have the same name")
+        return lengths
+
+
+class IngressConfig(ConfigModel):
+    """The ingress deployment: CPU only, stateless."""
+
+    num_replicas: int = Field(1, ge=1, description="Replicas. Default: 1.")
+    num_cpus: float = Field(1.0, ge=0, description="Ray CPUs that one replica reserves. Default: 1.")
+    max_ongoing_requests: int = Field(
+        2048, ge=1, description="Requests that one ingress replica handles at once. Default: 2048."
+    )
+    max_body_mib: float = Field(16.0, gt=0, description="Largest request body, in MiB; larger ones get 413. Default: 16.")
+    max_choices: int = Field(
+        32, ge=1, description="Most sequences that one request may ask for (prompts times `n`). Default: 32."
+    )
+    graceful_shutdown_timeout_s: float = Field(
+        120.0, ge=0, description="How long, in seconds, a replica that is stopped may finish its requests. Default: 120."
+    )
+
+
+class TracingConfig(ConfigModel):
+    """Where spans go. What is left out here comes from the standard OTEL_ environment variables."""
+
+    exporter: Literal["otlp", "console", "none"] | None = Field(
+        None, description="Exporter. Default: OTEL_TRACES_EXPORTER, else `none`."
+    )
+    endpoint: str | None = Field(
+        None, description="URL of the OTLP receiver. Default: OTEL_EXPORTER_OTLP_(TRACES_)ENDPOINT, else the SDK's."
+    )
+    protocol: Literal["grpc", "http/protobuf"] | None = Field(
+        None, description="OTLP protocol. Default: OTEL_EXPORTER_OTLP_(TRACES_)PROTOCOL, else grpc."
+    )
+    sample_ratio: float | None = Field(
+        None, ge=0, le=1, description="Share of traces to keep when the caller has not decided. Default: "
+        "OTEL_TRACES_SAMPLER, else 1."
+    )
+    service_name: str | None = Field(None, description="Service name. Default: OTEL_SERVICE_NAME, else `sluice`.")
+
+
+class SluiceConfig(ConfigModel):
+    """The whole configuration."""
+
+    model: ModelConfig
+    classes: dict[Name, ServiceClassConfig] = Field(
+        default_factory=lambda: {
+            "interactive": ServiceClassConfig(service_tier="priority"),
+            "standard": ServiceClassConfig(service_tier="default"),
+            "batch": ServiceClassConfig(service_tier="flex"),
+        },
+        description="Classes of service, most important first. One of them has the `default` tier.",
+    )
+    routing: RoutingConfig
+    pools: dict[Name, PoolConfig] = Field(min_length=1, description="Pools by name.")
+    ingress: IngressConfig = Field(default_factory=IngressConfig)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
+
+    @field_validator("classes")
+    @classmethod
+    def _check_classes(cls, classes: dict[str, ServiceClassConfig]) -> dict[str, ServiceClassConfig]:
+        tiers = [entry.service_tier for entry in classes.values()]
+        if len(set(tiers)) != len(tiers):
+            raise ValueError("two classes have the same service_tier")
+        if "default" not in tiers:
+            raise ValueError("one class must have service_tier: default, for requests that ask for none")
+        return classes
+
+    @field_validator("pools")
+    @classmethod
+    def _check_pool_names(cls, pools: dict[str, PoolConfig]) -> dict[str, PoolConfig]:
+        if "ingress" in pools:
+            raise ValueError("a pool may not be called `ingress`: that is the name of the ingress deployment")
+        return pools
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        lengths = [length.name for length in self.routing.lengths]
+        for index, rule in enumerate(self.routing.rules):
+            where = f"routing.rules.{index}"
+            if rule.pool not in self.pools:
+                raise ValueError(f"{where}.pool: no pool `{rule.pool}` is defined; defined are {_names(self.pools)}")
+            if rule.service_class is not None and rule.service_class not in self.classes:
+                raise ValueError(
+                    f"{where}.class: no class `{rule.service_class}` is defined; defined are {_names(self.classes)}"
+                )
+            if rule.length is not None and rule.length not in lengths:
+                raise ValueError(f"{where}.length: no length class `{rule.length}` is defined; defined are "
+                                 f"{_names(lengths)}")
+        for service_class in self.classes:
+            for length in lengths:
+                if not any(
+                    rule.service_class in (None, service_class) and rule.length in (None, length)
+                    for rule in self.routing.rules
+                ):
+                    raise ValueError(f"routing.rules: no rule matches class `{service_class}` with length `{length}`; "
+                                     "add one")
+        return self
+
+
+def _names(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def describe_validation_error(error: ValidationError) -> str:
+    """The first mistake of a pydantic error as `path: what is wrong`, and how many more there are."""
+    mistakes = error.errors(include_url=False, include_context=False)
+    first = mistakes[0]
+    # Discriminator values are part of pydantic's location but not of the file's path.
+    path = ".".join(str(part) for part in first["loc"] if part not in ("cpu", "gpu", "simulated"))
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown key; remove it or correct its spelling"
+    elif first["type"] == "missing":
+        message = "this key is missing; add it"
+    more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
+    return f"{path}: {message}{more}" if path else f"{message}{more}"
+
+
+def parse_config(args: dict[str, Any]) -> SluiceConfig:
+    """The configuration from a Serve application's `args`.
+
+    Raises:
+        ConfigError: with one sentence naming the key's path and the fix.
+    """
+    try:
+        return SluiceConfig.model_validate(args)
+    except ValidationError as error:
+        raise ConfigError(f"args: {describe_validation_error(error)}") from None

@@ -1,0 +1,130 @@
+"""The one error tree. Whatever goes wrong with a request becomes one of these before it reaches the client.
+
+ConfigError                      the configuration is wrong (never an answer to a request)
+RequestError                     an HTTP status, an OpenAI error body and an outcome
+├── InvalidRequest        400    the request cannot be served as it is
+├── NotFound              404    no such route or model
+├── MethodNotAllowed      405
+├── BodyTooLarge          413
+├── PoolSaturated         503    the pool takes no more at present; retry after a while
+├── PoolUnavailable       503    the pool has no replica that answers
+├── ReplicaLost           503    the replica died with the request
+├── StartTimeout          504    no first token within the pool's start_timeout_s
+└── InternalError         500    a fault of this server
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from app.types import Outcome
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong. The message is one sentence that names the key and the fix."""
+
+
+class RequestError(Exception):
+    """A request that ends without the answer it asked for.
+
+    `status`: HTTP status. `kind`: OpenAI's `type` of the error. `outcome`: how metrics and spans count it.
+    `retryable`: the same request may succeed later or elsewhere. `retry_after`: seconds for `Retry-After`.
+    """
+
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "InternalServerError"
+    outcome: ClassVar[Outcome] = "failed"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI and vLLM write it."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
+
+
+class InvalidRequest(RequestError):
+    """The request cannot be served as it is."""
+
+    status = 400
+    kind = "BadRequestError"
+    outcome = "rejected"
+
+
+class NotFound(RequestError):
+    """No such route or model."""
+
+    status = 404
+    kind = "NotFoundError"
+    outcome = "rejected"
+
+
+class MethodNotAllowed(RequestError):
+    """The route exists, the method does not."""
+
+    status = 405
+    kind = "MethodNotAllowed"
+    outcome = "rejected"
+
+
+class BodyTooLarge(RequestError):
+    """The body exceeds `ingress.max_body_mib`."""
+
+    status = 413
+    kind = "RequestEntityTooLarge"
+    outcome = "rejected"
+
+
+class PoolSaturated(RequestError):
+    """The pool takes no more requests at present."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    outcome = "rejected"
+    retryable = True
+
+
+class PoolUnavailable(RequestError):
+    """The pool has no replica that answers."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    outcome = "failed"
+    retryable = True
+
+
+class ReplicaLost(RequestError):
+    """The replica, or its engine, died with the request."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    outcome = "failed"
+    retryable = True
+
+
+class StartTimeout(RequestError):
+    """No first token within the pool's `start_timeout_s`."""
+
+    status = 504
+    kind = "GatewayTimeoutError"
+    outcome = "evicted"
+    retryable = True
+
+
+class InternalError(RequestError):
+    """A fault of this server."""
+
+
+class EngineError(RequestError):
+    """An error that vLLM's OpenAI layer gave, with its own status and type."""
+
+    def __init__(self, status: int, kind: str, message: str, param: str | None) -> None:
+        super().__init__(message, param=param)
+        self.status = status  # type: ignore[misc]
+        self.kind = kind  # type: ignore[misc]
+        self.outcome = "rejected" if status < 500 or status == 503 else "failed"  # type: ignore[misc]
+        self.retryable = status == 503  # type: ignore[misc]
