@@ -49,7 +49,9 @@ class EngineConfig(ConfigModel):
 
     max_model_len: int = Field(ge=16, description="Longest context, in tokens: prompt plus output.")
     max_num_seqs: int = Field(64, ge=1, description="Most sequences that one step may run. Default: 64.")
-    max_num_batched_tokens: int = Field(2048, ge=16, description="Most tokens that one step may compute. Default: 2048.")
+    max_num_batched_tokens: int = Field(
+        2048, ge=16, description="Most tokens that one step may compute. Default: 2048."
+    )
     kv_cache_memory_mib: int | None = Field(
         None,
         ge=1,
@@ -107,36 +109,46 @@ class PoolConfig(ConfigModel):
     executor: Executor = Field(description="What executes the model: `cpu`, `gpu` or `simulated`.")
     engine: EngineConfig = Field(description="Tuning of the pool's engines.")
     num_replicas: int = Field(
-        1, ge=1, description="Replicas. Default: 1. For autoscaling, use `autoscaling_config` in the file's "
-        "`deployments`."
+        1,
+        ge=1,
+        description="Replicas. Default: 1. For autoscaling, use `autoscaling_config` in the file's `deployments`.",
     )
     num_cpus: float = Field(1.0, ge=0, description="Ray CPUs that one replica reserves. Default: 1.")
-    num_gpus: float = Field(0.0, ge=0, description="Ray GPUs that one replica reserves (tensor parallel: per GPU "
-                            "worker, 1). Default: 0.")
+    num_gpus: float = Field(
+        0.0, ge=0, description="Ray GPUs that one replica reserves (tensor parallel: per GPU worker, 1). Default: 0."
+    )
     accelerator_type: str | None = Field(None, description="Ray accelerator type, for example `H100`. Default: any.")
     resources: dict[str, float] = Field(default_factory=dict, description="Further Ray resources per replica.")
     placement_group_strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field(
         "PACK", description="How the GPUs of a tensor-parallel replica are placed. Default: PACK."
     )
     max_ongoing_requests: int = Field(
-        256, ge=1, description="Requests that one replica holds at once, running or waiting in its engine. Default: 256."
+        256,
+        ge=1,
+        description="Requests that one replica holds at once, running or waiting in its engine. Default: 256.",
     )
     max_queued_requests: int = Field(
-        1024, ge=0, description="Requests that may wait, per ingress replica, for a replica to accept them; more are "
-        "refused with 503. Default: 1024."
+        1024,
+        ge=0,
+        description="Requests that may wait, per ingress replica, for a replica to accept them; more are "
+        "refused with 503. Default: 1024.",
     )
-    start_timeout_s: float = Field(
-        600.0, gt=0, description="Longest wait, in seconds, from dispatch to the first token. Default: 600."
+    accept_timeout_s: float = Field(
+        60.0, gt=0, description="Longest wait, in seconds, for a replica to accept a request. Default: 60."
     )
     graceful_shutdown_timeout_s: float = Field(
-        120.0, ge=0, description="How long, in seconds, a replica that is stopped may finish its requests. Default: 120."
+        120.0,
+        ge=0,
+        description="How long, in seconds, a replica that is stopped may finish its requests. Default: 120.",
     )
 
     @model_validator(mode="after")
     def _check_executor(self) -> Self:
         if self.executor.kind == "cpu":
             if self.engine.kv_cache_memory_mib is None:
-                raise ValueError("engine.kv_cache_memory_mib is needed with executor.kind: cpu; set it, for example 256")
+                raise ValueError(
+                    "engine.kv_cache_memory_mib is needed with executor.kind: cpu; set it, for example 256"
+                )
             if self.num_gpus:
                 raise ValueError("num_gpus must be 0 with executor.kind: cpu")
         if self.executor.kind == "gpu" and not self.num_gpus:
@@ -200,12 +212,16 @@ class IngressConfig(ConfigModel):
     max_ongoing_requests: int = Field(
         2048, ge=1, description="Requests that one ingress replica handles at once. Default: 2048."
     )
-    max_body_mib: float = Field(16.0, gt=0, description="Largest request body, in MiB; larger ones get 413. Default: 16.")
+    max_body_mib: float = Field(
+        16.0, gt=0, description="Largest request body, in MiB; larger ones get 413. Default: 16."
+    )
     max_choices: int = Field(
         32, ge=1, description="Most sequences that one request may ask for (prompts times `n`). Default: 32."
     )
     graceful_shutdown_timeout_s: float = Field(
-        120.0, ge=0, description="How long, in seconds, a replica that is stopped may finish its requests. Default: 120."
+        120.0,
+        ge=0,
+        description="How long, in seconds, a replica that is stopped may finish its requests. Default: 120.",
     )
 
 
@@ -222,8 +238,10 @@ class TracingConfig(ConfigModel):
         None, description="OTLP protocol. Default: OTEL_EXPORTER_OTLP_(TRACES_)PROTOCOL, else grpc."
     )
     sample_ratio: float | None = Field(
-        None, ge=0, le=1, description="Share of traces to keep when the caller has not decided. Default: "
-        "OTEL_TRACES_SAMPLER, else 1."
+        None,
+        ge=0,
+        le=1,
+        description="Share of traces to keep when the caller has not decided. Default: OTEL_TRACES_SAMPLER, else 1.",
     )
     service_name: str | None = Field(None, description="Service name. Default: OTEL_SERVICE_NAME, else `sluice`.")
 
@@ -274,16 +292,18 @@ class SluiceConfig(ConfigModel):
                     f"{where}.class: no class `{rule.service_class}` is defined; defined are {_names(self.classes)}"
                 )
             if rule.length is not None and rule.length not in lengths:
-                raise ValueError(f"{where}.length: no length class `{rule.length}` is defined; defined are "
-                                 f"{_names(lengths)}")
+                raise ValueError(
+                    f"{where}.length: no length class `{rule.length}` is defined; defined are {_names(lengths)}"
+                )
         for service_class in self.classes:
             for length in lengths:
                 if not any(
                     rule.service_class in (None, service_class) and rule.length in (None, length)
                     for rule in self.routing.rules
                 ):
-                    raise ValueError(f"routing.rules: no rule matches class `{service_class}` with length `{length}`; "
-                                     "add one")
+                    raise ValueError(
+                        f"routing.rules: no rule matches class `{service_class}` with length `{length}`; add one"
+                    )
         return self
 
 

@@ -9,7 +9,7 @@ RequestError                     an HTTP status, an OpenAI error body and an out
 ├── PoolSaturated         503    the pool takes no more at present; retry after a while
 ├── PoolUnavailable       503    the pool has no replica that answers
 ├── ReplicaLost           503    the replica died with the request
-├── StartTimeout          504    no first token within the pool's start_timeout_s
+├── AcceptTimeout         503    no replica accepted the request within the pool's accept_timeout_s
 └── InternalError         500    a fault of this server
 """
 
@@ -106,11 +106,11 @@ class ReplicaLost(RequestError):
     retryable = True
 
 
-class StartTimeout(RequestError):
-    """No first token within the pool's `start_timeout_s`."""
+class AcceptTimeout(RequestError):
+    """No replica accepted the request within the pool's `accept_timeout_s`."""
 
-    status = 504
-    kind = "GatewayTimeoutError"
+    status = 503
+    kind = "ServiceUnavailableError"
     outcome = "evicted"
     retryable = True
 

@@ -1,0 +1,1 @@
+"""The HTTP face: routes, the request's way, and how answers are streamed."""

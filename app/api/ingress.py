@@ -1,0 +1,113 @@
+"""The ingress: all routes of the app as a Starlette application."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route as HttpRoute
+
+from app.api.generation import Generation, RendererPort
+from app.api.http import clean_request_id, dump_json
+from app.errors import InternalError, InvalidRequest, MethodNotAllowed, NotFound, RequestError
+from app.types import JsonObject
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from app.config import SluiceConfig
+    from app.pools.client import HealthWatch, PoolClient
+    from app.telemetry.metrics import RequestMetrics
+    from app.telemetry.tracing import Tracing
+
+
+class ModelListing(RendererPort, Protocol):
+    """A renderer that can also list the models."""
+
+    async def models(self) -> JsonObject:
+        """OpenAI's list of models."""
+
+
+def build_app(
+    config: SluiceConfig,
+    renderer: ModelListing,
+    pools: Mapping[str, PoolClient],
+    health: HealthWatch,
+    tracing: Tracing,
+    metrics: RequestMetrics,
+) -> Starlette:
+    """The application; nothing in it knows how its parts reach Ray or vLLM."""
+
+    def generation(route: str) -> Generation:
+        return Generation(route, config, renderer, pools, tracing, metrics)  # type: ignore[arg-type]
+
+    async def list_models(request: Request) -> Response:
+        return _json(200, await renderer.models())
+
+    async def show_model(request: Request) -> Response:
+        wanted = request.path_params["model"]
+        for card in (await renderer.models())["data"]:
+            if card["id"] == wanted:
+                return _json(200, card)
+        raise NotFound(f"The model `{wanted[:128]}` does not exist.", param="model")
+
+    async def live(request: Request) -> Response:
+        return _json(200, {"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        states = await health.pools()
+        is_ready = all(state.healthy > 0 for state in states.values())
+        body = {
+            "ready": is_ready,
+            "pools": {name: {"replicas": state.replicas, "healthy": state.healthy} for name, state in states.items()},
+        }
+        return _json(200 if is_ready else 503, body)
+
+    return Starlette(
+        routes=[
+            HttpRoute("/v1/chat/completions", generation("chat"), methods=["POST"]),
+            HttpRoute("/v1/completions", generation("completions"), methods=["POST"]),
+            HttpRoute("/v1/models", list_models, methods=["GET"]),
+            HttpRoute("/v1/models/{model:path}", show_model, methods=["GET"]),
+            HttpRoute("/health", live, methods=["GET"]),
+            HttpRoute("/ready", ready, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _http_error, RequestError: _request_error, Exception: _any_error},
+    )
+
+
+def _json(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(dump_json(body), status, headers, media_type="application/json")
+
+
+async def _request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return _json(error.status, error.body(), _id_header(request))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:128]
+    told: RequestError
+    if error.status_code == 404:
+        told = NotFound(f"There is no route `{path}`.")
+    elif error.status_code == 405:
+        told = MethodNotAllowed(f"`{path}` does not answer to {request.method}.")
+    else:
+        told = InvalidRequest(error.detail)
+    return _json(told.status, told.body(), {**(error.headers or {}), **_id_header(request)})
+
+
+async def _any_error(request: Request, error: Exception) -> Response:
+    told = InternalError("The server failed to handle the request.")
+    return _json(told.status, told.body(), _id_header(request))
+
+
+def _id_header(request: Request) -> dict[str, str]:
+    given = Headers(scope=request.scope).get("x-request-id")
+    cleaned = clean_request_id(given)
+    return {} if cleaned == given else {"x-request-id": cleaned}

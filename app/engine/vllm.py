@@ -1,0 +1,287 @@
+"""One vLLM engine with vLLM's own OpenAI layer: the only importer of vLLM's serving side.
+
+Relies on these parts of vLLM that are not public: `AsyncLLM.output_processor` and its `add_request`, `request_states`
+(`RequestState.stats`, `.num_cached_tokens`, `.prompt_len`), the SSE text of its streams, and the reuse of token ids
+carried in `kv_transfer_params.prompt_token_ids`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.requests import Request
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve import create_error_response
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from app.config import ModelConfig, PoolConfig
+from app.engine.arguments import chat_template, engine_args
+from app.telemetry.timeline import read_clock, usage_metrics, with_facts
+from app.types import ClockReading, EngineFacts, EngineRequest, Head, JsonObject, Tail
+
+_ERROR_CHUNK = 'data: {"error"'
+_CHUNK_START = 'data: {"id"'
+# Only the usage chunk has no choices; within a JSON string the quotes would be escaped.
+_USAGE_CHUNK = '"choices":[]'
+# A client's mistake that vLLM reports as a fault of its own carries one of these as its cause.
+_CLIENT_MISTAKES = (ValueError, TypeError, OverflowError, NotImplementedError)
+
+
+class EngineCall:
+    """What the engine does for one request: its sequences, and what went wrong."""
+
+    def __init__(self, clock: ClockReading) -> None:
+        self._clock = clock
+        self.states: list[Any] = []
+        self.error: Exception | None = None
+
+    def facts(self) -> EngineFacts:
+        """What is known by now."""
+        stats = [state.stats for state in self.states if state.stats is not None]
+        # The sequences of one prompt share it; their parent tells which belong together.
+        prompts = {id(state.parent_req) if state.parent_req is not None else id(state): state for state in self.states}
+
+        def known(name: str) -> list[float]:
+            return [value for value in (getattr(entry, name) for entry in stats) if value > 0]
+
+        return EngineFacts(
+            clock=self._clock,
+            queued=min(known("queued_ts"), default=None),
+            scheduled=min(known("scheduled_ts"), default=None),
+            first_token=min(known("first_token_ts"), default=None),
+            last_token=max(known("last_token_ts"), default=None),
+            prompt_tokens=sum(state.prompt_len for state in prompts.values()),
+            cached_tokens=sum(state.num_cached_tokens or 0 for state in prompts.values()),
+            output_tokens=sum(entry.num_generation_tokens for entry in stats),
+            sequences=max(1, len(self.states)),
+            preemptions=sum(entry.num_preemptions for entry in stats),
+        )
+
+
+_current_call: ContextVar[EngineCall | None] = ContextVar("current_call", default=None)
+
+
+class _ObservedLLM(AsyncLLM):
+    """AsyncLLM that tells each request's EngineCall what becomes of it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        processor = self.output_processor
+        add_request = processor.add_request
+
+        # The one place where a sequence gets its state, before anything can be awaited or cancelled.
+        def observed_add_request(request: Any, *args: Any, **kwargs: Any) -> None:
+            add_request(request, *args, **kwargs)
+            call = _current_call.get()
+            if call is not None:
+                call.states.append(processor.request_states[request.request_id])
+
+        processor.add_request = observed_add_request
+
+    async def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await super().add_request(*args, **kwargs)
+        except Exception as error:
+            call = _current_call.get()
+            if call is not None:
+                call.error = error
+            raise
+
+
+class VLLMEngine:
+    """A running engine of one pool."""
+
+    def __init__(self, model: ModelConfig, pool: PoolConfig, *, ray_metrics: bool) -> None:
+        """Start the engine; blocks until it can serve. `ray_metrics`: export vLLM's own metrics through Ray.
+
+        The process must have been prepared by `environment.prepare_engine_process` on this thread.
+        """
+        from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+
+        self._llm = _ObservedLLM.from_engine_args(
+            engine_args(model, pool),
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            stat_loggers=[RayPrometheusStatLogger] if ray_metrics else None,
+        )
+        self._clock = read_clock()
+        template = chat_template(model)
+        models = OpenAIServingModels(self._llm, [BaseModelPath(name=model.name, model_path=model.name)])
+        renderer = OnlineRenderer(
+            self._llm.model_config,
+            self._llm.renderer,
+            request_logger=None,
+            chat_template=template,
+            chat_template_content_format="auto",
+            enable_auto_tools=model.tool_call_parser is not None,
+            tool_parser=model.tool_call_parser,
+            reasoning_parser=model.reasoning_parser,
+        )
+        self._chat = OpenAIServingChat(
+            self._llm,
+            models,
+            "assistant",
+            online_renderer=renderer,
+            request_logger=None,
+            chat_template=template,
+            chat_template_content_format="auto",
+            enable_auto_tools=model.tool_call_parser is not None,
+            tool_parser=model.tool_call_parser,
+            reasoning_parser=model.reasoning_parser or "",
+            enable_prompt_tokens_details=True,
+        )
+        self._completions = OpenAIServingCompletion(
+            self._llm, models, online_renderer=renderer, request_logger=None, enable_prompt_tokens_details=True
+        )
+
+    @property
+    def unfinished_requests(self) -> int:
+        """Sequences that the engine has not finished."""
+        count: int = self._llm.get_num_unfinished_requests()
+        return count
+
+    def new_call(self) -> EngineCall:
+        """A call to follow one request by."""
+        return EngineCall(self._clock)
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError if the engine died."""
+        if self._llm.errored:
+            raise EngineDeadError()
+        await self._llm.check_health()
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        self._llm.shutdown()
+
+    async def answer(self, request: EngineRequest, call: EngineCall) -> AsyncIterator[Head | bytes | Tail]:
+        """The answer to a request: a Head and, when it is streamed, SSE bytes and a Tail.
+
+        Each item holds what vLLM had ready when it was asked for: deltas that accumulated while the reader was busy
+        come merged. Leaving the iteration early, by cancellation or by closing it, aborts the request in the engine.
+        """
+        _current_call.set(call)
+        events: AsyncGenerator[str, None] | None = None
+        try:
+            # vLLM swallows a cancellation of its non-streaming calls; that of our own waiting it cannot.
+            task = asyncio.ensure_future(self._create(request))
+            try:
+                result = await asyncio.shield(task)
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+            if isinstance(result, ErrorResponse):
+                yield self._error_head(result, call)
+            elif isinstance(result, AsyncGenerator):
+                events = result
+                async for item in self._stream(request, events, call):
+                    yield item
+            else:
+                result.service_tier = request.service_tier
+                yield Head(200, result.model_dump_json().encode(), final=True, facts=call.facts())
+        except Exception as error:
+            yield self._error_head(create_error_response(error), call)
+        finally:
+            await self._abort(call)
+            if events is not None:
+                # Closing a generator that waits for the engine can only fail for reasons that abort has settled.
+                with contextlib.suppress(Exception):
+                    await events.aclose()
+
+    async def _create(self, request: EngineRequest) -> Any:
+        raw_request = Request(
+            {
+                "type": "http",
+                "headers": [
+                    (name.encode("latin-1"), value.encode("latin-1"))
+                    for name, value in {"x-request-id": request.request_id, **request.trace_context}.items()
+                ],
+            }
+        )
+        body = _engine_body(request)
+        if request.route == "chat":
+            return await self._chat.create_chat_completion(ChatCompletionRequest(**body), raw_request)
+        return await self._completions.create_completion(CompletionRequest(**body), raw_request)
+
+    async def _stream(
+        self, request: EngineRequest, events: AsyncGenerator[str, None], call: EngineCall
+    ) -> AsyncIterator[Head | bytes | Tail]:
+        first = await anext(events)
+        if first.startswith(_ERROR_CHUNK):
+            yield self._error_head(ErrorResponse(**json.loads(first.removeprefix("data: "))), call)
+            return
+        begin = [first]
+        if request.route == "chat":
+            # Roles, one per choice, come right before the first token; sent with it they cost nothing.
+            for _ in range(request.body.get("n") or 1):
+                event = await anext(events, None)
+                if event is None:
+                    break
+                begin.append(event)
+        failed = any(event.startswith(_ERROR_CHUNK) for event in begin)
+        begin[0] = _with_service_tier(first, request.service_tier)
+        yield Head(200, "".join(begin).encode(), final=False, facts=call.facts())
+        async for event in events:
+            if event.startswith(_ERROR_CHUNK):
+                failed = True
+            elif _USAGE_CHUNK in event:
+                event = self._with_metrics(event, request, call)
+            yield event.encode()
+        yield Tail(call.facts(), failed)
+
+    def _with_metrics(self, event: str, request: EngineRequest, call: EngineCall) -> str:
+        chunk = json.loads(event.removeprefix("data: "))
+        timeline = with_facts(request.timeline, call.facts(), request.clock)
+        chunk["service_tier"] = request.service_tier
+        chunk["metrics"] = usage_metrics(timeline)
+        return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+    def _error_head(self, response: Any, call: EngineCall) -> Head:
+        if self._llm.errored:
+            status, kind, message, param = 503, "ServiceUnavailableError", "The engine stopped; please retry.", None
+        else:
+            if response.error.code >= 500 and isinstance(call.error, _CLIENT_MISTAKES):
+                response = create_error_response(call.error)
+            error = response.error
+            status, kind, message, param = error.code, error.type, error.message, error.param
+        return Head(status, b"", final=True, facts=call.facts(), error=(kind, message, param))
+
+    async def _abort(self, call: EngineCall) -> None:
+        unfinished = [
+            state.request_id for state in call.states if state.request_id in self._llm.output_processor.request_states
+        ]
+        if unfinished and not self._llm.errored:
+            await self._llm.abort(unfinished, internal=True)
+
+
+def _engine_body(request: EngineRequest) -> JsonObject:
+    """The client's JSON with what the ingress has worked out already."""
+    body = {**request.body, "priority": request.priority}
+    if request.prompt_token_ids is not None:
+        if request.route == "chat":
+            body["kv_transfer_params"] = {"prompt_token_ids": request.prompt_token_ids[0]}
+        else:
+            body["prompt"] = request.prompt_token_ids
+            # Already applied when the prompt was rendered.
+            body.pop("truncate_prompt_tokens", None)
+            body.pop("suffix", None)
+    return body
+
+
+def _with_service_tier(event: str, service_tier: str) -> str:
+    if not event.startswith(_CHUNK_START):
+        return event
+    return f'data: {{"service_tier":"{service_tier}",' + event.removeprefix("data: {")

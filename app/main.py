@@ -1,0 +1,112 @@
+"""From the configuration to bound deployments: the only module that knows all parts. Serve imports `build`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from app.config import PoolConfig, SluiceConfig, parse_config
+from app.engine.environment import TELEMETRY_OFF, prepare_process
+from app.pools.replica import VLLMReplica
+
+# The replica's generator is asked for its next item when the last one has left, instead of running ahead of its
+# reader: what accumulates meanwhile is then sent as one. Serve reads this when the replica's process starts.
+_REPLICA_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", **TELEMETRY_OFF}
+
+_HEALTH_CHECK_PERIOD_S = 2.0
+_HEALTH_CHECK_TIMEOUT_S = 30.0
+
+
+@serve.ingress()
+class Ingress:
+    """The ingress deployment."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: SluiceConfig, handles: dict[str, DeploymentHandle]
+    ) -> None:
+        # vLLM reads its environment when it is imported.
+        prepare_process()
+        from app.api.ingress import build_app
+        from app.engine.render import Renderer
+        from app.pools.client import HealthWatch, PoolClient
+        from app.telemetry.metrics import RequestMetrics
+        from app.telemetry.tracing import Tracing
+
+        self._tracing = Tracing(config.tracing, role="ingress")
+        renderer = Renderer(config)
+        renderer.warm_up()
+        pools = {
+            name: PoolClient(name, handle, config.pools[name].accept_timeout_s) for name, handle in handles.items()
+        }
+        health = HealthWatch(serve.get_replica_context().app_name, list(pools))
+        self._app = build_app(config, renderer, pools, health, self._tracing, RequestMetrics())
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._app
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_tracing"):
+            self._tracing.shutdown()
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application that a Serve config file with `import_path: app.main:build` runs.
+
+    Raises:
+        ConfigError: with one sentence naming the key and the fix.
+    """
+    config = parse_config(args)
+    if any(pool.engine.vllm for pool in config.pools.values()):
+        # Imports vLLM, so only where there is something to check.
+        prepare_process()
+        from app.engine.arguments import check_engine_args
+
+        check_engine_args(config)
+    handles = {name: _pool(name, config, pool) for name, pool in config.pools.items()}
+    ingress = serve.deployment(Ingress).options(
+        name="ingress",
+        num_replicas=config.ingress.num_replicas,
+        max_ongoing_requests=config.ingress.max_ongoing_requests,
+        ray_actor_options={"num_cpus": config.ingress.num_cpus, "runtime_env": {"env_vars": TELEMETRY_OFF}},
+        graceful_shutdown_timeout_s=config.ingress.graceful_shutdown_timeout_s,
+        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
+    )
+    return ingress.bind(config, handles)
+
+
+def _pool(name: str, config: SluiceConfig, pool: PoolConfig) -> serve.Application:
+    deployment = serve.deployment(VLLMReplica).options(
+        name=name,
+        num_replicas=pool.num_replicas,
+        max_ongoing_requests=pool.max_ongoing_requests,
+        max_queued_requests=pool.max_queued_requests,
+        graceful_shutdown_timeout_s=pool.graceful_shutdown_timeout_s,
+        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
+        **_placement(pool),
+    )
+    return deployment.bind(name, config.model, pool, config.tracing)
+
+
+def _placement(pool: PoolConfig) -> dict[str, Any]:
+    actor: dict[str, Any] = {
+        "num_cpus": pool.num_cpus,
+        "resources": dict(pool.resources),
+        "runtime_env": {"env_vars": _REPLICA_ENVIRONMENT},
+    }
+    if pool.accelerator_type is not None:
+        actor["accelerator_type"] = pool.accelerator_type
+    if pool.executor.kind == "gpu" and pool.executor.tensor_parallel_size > 1:
+        # The replica's actor only schedules; vLLM's workers take one GPU bundle each.
+        worker = {"GPU": 1.0, **({f"accelerator_type:{pool.accelerator_type}": 0.001} if pool.accelerator_type else {})}
+        first = {"CPU": pool.num_cpus, **worker, **pool.resources}
+        return {
+            "ray_actor_options": actor,
+            "placement_group_bundles": [first, *[worker] * (pool.executor.tensor_parallel_size - 1)],
+            "placement_group_strategy": pool.placement_group_strategy,
+        }
+    actor["num_gpus"] = pool.num_gpus
+    return {"ray_actor_options": actor}

@@ -1,0 +1,161 @@
+"""Spans: one trace per request, written from its timeline.
+
+The ingress writes the server span, render and relay; the process that learns how the engine's work ended writes queue,
+prefill and decode: the replica, or the ingress where no replica accepted the request or it was lost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SimpleSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from app import __version__
+from app.errors import ConfigError
+from app.telemetry.timeline import phases, queue_parts
+from app.types import ClockReading, Outcome, Timeline
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.util.types import AttributeValue
+
+    from app.config import TracingConfig
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+_CARRIER_HEADERS = ("traceparent", "tracestate")
+
+
+def carrier_from_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """The W3C trace context among a request's headers."""
+    return {name: headers[name] for name in _CARRIER_HEADERS if name in headers}
+
+
+def _exporter(config: TracingConfig) -> SpanExporter | None:
+    name = config.exporter or os.environ.get("OTEL_TRACES_EXPORTER", "none").strip().lower()
+    if name in ("none", ""):
+        return None
+    if name == "console":
+        return ConsoleSpanExporter()
+    if name != "otlp":
+        raise ConfigError(f"OTEL_TRACES_EXPORTER: `{name}` is not supported; use otlp, console or none")
+    protocol = config.protocol or os.environ.get(
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    )
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+        return GrpcExporter(endpoint=config.endpoint)
+    if protocol == "http/protobuf":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+        return HttpExporter(endpoint=config.endpoint)
+    raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL: `{protocol}` is not supported; use grpc or http/protobuf")
+
+
+class Tracing:
+    """A process's tracer.
+
+    It does not become OpenTelemetry's global tracer provider, so that it neither takes the place of Ray Serve's or
+    vLLM's, nor loses its own.
+    """
+
+    def __init__(self, config: TracingConfig, role: str, exporter: SpanExporter | None = None) -> None:
+        """`role` names the process in its spans: `ingress`, or the pool. `exporter` replaces the configured one."""
+        exporter = exporter or _exporter(config)
+        self.enabled = exporter is not None and os.environ.get("OTEL_SDK_DISABLED", "").lower() != "true"
+        service_name = config.service_name or os.environ.get("OTEL_SERVICE_NAME") or "sluice"
+        self._provider = TracerProvider(
+            sampler=None if config.sample_ratio is None else ParentBased(TraceIdRatioBased(config.sample_ratio)),
+            resource=Resource.create(
+                {
+                    "service.name": service_name,
+                    "service.version": __version__,
+                    "process.pid": os.getpid(),
+                    "sluice.role": role,
+                }
+            ),
+            shutdown_on_exit=True,
+        )
+        if exporter is not None:
+            # The console is for people watching; spans that come seconds late confuse them.
+            processor = SimpleSpanProcessor if isinstance(exporter, ConsoleSpanExporter) else BatchSpanProcessor
+            self._provider.add_span_processor(processor(exporter))
+        self._tracer = self._provider.get_tracer("sluice", __version__)
+
+    def start(self, name: str, kind: SpanKind, parent: Mapping[str, str], start: float, clock: ClockReading) -> Span:
+        """A span that starts at `start` (seconds on `clock`) under the W3C context in `parent`, if it has one."""
+        context = _PROPAGATOR.extract(parent, context=otel_context.Context())
+        return self._tracer.start_span(name, context, kind, start_time=_unix_ns(start, clock))
+
+    def inject(self, span: Span) -> dict[str, str]:
+        """The W3C context that makes another process's spans children of `span`."""
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, trace.set_span_in_context(span, otel_context.Context()))
+        return carrier
+
+    def write_phases(
+        self,
+        parent: Mapping[str, str],
+        timeline: Timeline,
+        clock: ClockReading,
+        end: float,
+        names: tuple[str, ...],
+        outcome: Outcome,
+        attributes: Mapping[str, AttributeValue],
+    ) -> None:
+        """Spans for the phases in `names` that began, closing at `end` the one that the request ended in."""
+        context = _PROPAGATOR.extract(parent, context=otel_context.Context())
+        for phase in phases(timeline, end):
+            if phase.name not in names:
+                continue
+            span = self._tracer.start_span(phase.name, context, start_time=_unix_ns(phase.start, clock))
+            span.set_attributes(dict(attributes))
+            if phase.cut:
+                mark_outcome(span, outcome)
+            if phase.name == "queue":
+                inner = trace.set_span_in_context(span, context)
+                for part in queue_parts(timeline, end):
+                    span.set_attribute(f"sluice.queue.{part.name}_seconds", part.seconds)
+                    child = self._tracer.start_span(f"queue.{part.name}", inner, start_time=_unix_ns(part.start, clock))
+                    if part.cut:
+                        mark_outcome(child, outcome)
+                    child.end(_unix_ns(part.end, clock))
+            elif phase.name == "prefill":
+                span.set_attribute(gen_ai.GEN_AI_USAGE_INPUT_TOKENS, timeline.prompt_tokens)
+                span.set_attribute("sluice.prompt.cached_tokens", timeline.cached_tokens)
+            elif phase.name == "decode":
+                span.set_attribute(gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS, timeline.output_tokens)
+                span.set_attribute("sluice.preemptions", timeline.preemptions)
+            span.end(_unix_ns(phase.end, clock))
+
+    def shutdown(self) -> None:
+        """Export what is pending, then stop."""
+        self._provider.shutdown()
+
+
+def mark_outcome(span: Span, outcome: Outcome, error_type: str | None = None) -> None:
+    """Say on a span how its request ended. Only failures are errors of this server."""
+    span.set_attribute("sluice.outcome", outcome)
+    if error_type is not None:
+        span.set_attribute("error.type", error_type)
+    if outcome in ("failed", "evicted"):
+        span.set_status(Status(StatusCode.ERROR, error_type))
+
+
+def end_span(span: Span, end: float, clock: ClockReading) -> None:
+    """End a span at `end`, seconds on `clock`."""
+    span.end(_unix_ns(end, clock))
+
+
+def _unix_ns(stamp: float, clock: ClockReading) -> int:
+    return int((stamp + clock.wall_offset) * 1e9)

@@ -1,0 +1,118 @@
+"""What crosses process boundaries between ingress and replicas, and the words for it. Everything here pickles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+JsonObject = dict[str, Any]
+
+Route = Literal["chat", "completions"]
+
+# How a request ended. rejected: before it was dispatched, or refused by the engine as it stands; evicted: given up
+# while it waited; cancelled: the client went away; failed: a fault on the server's side.
+Outcome = Literal["finished", "rejected", "evicted", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """Identifies a process's monotonic clock, so that another process can place its timestamps.
+
+    `boot_id`: the kernel's boot; processes of one boot share CLOCK_MONOTONIC. `wall_offset`: seconds to add to a
+    monotonic timestamp to get Unix time.
+    """
+
+    boot_id: str
+    wall_offset: float
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The timestamps and token counts of one request: the only source of what is told about where its time went.
+
+    Timestamps are seconds on one monotonic clock, in the order in which they happen; None: has not happened.
+    """
+
+    received: float
+    rendered: float | None = None
+    dispatched: float | None = None
+    queued: float | None = None
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    first_sent: float | None = None
+    finished: float | None = None
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    sequences: int = 1
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine knows of a request; timestamps in seconds on the clock that `clock` identifies."""
+
+    clock: ClockReading
+    queued: float | None = None
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    sequences: int = 1
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A rendered and classified request on its way from the ingress to a replica.
+
+    `body` is the client's JSON without the fields that steer the server. `prompt_token_ids` holds one list of token
+    ids per prompt, or is None where the replica has to render (multi-modal input, echo). `priority` is vLLM's: lower
+    is served first. `timeline` is on the clock that `clock` identifies.
+    """
+
+    request_id: str
+    route: Route
+    body: JsonObject
+    prompt_token_ids: list[list[int]] | None
+    service_class: str
+    service_tier: str
+    pool: str
+    priority: int
+    timeline: Timeline
+    clock: ClockReading
+    trace_context: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """First item of a replica's stream: it has taken the request."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Second item: the answer has a status now. `body` is all of it when `final`, else the first SSE bytes."""
+
+    status: int
+    body: bytes
+    final: bool
+    facts: EngineFacts
+    error: tuple[str, str, str | None] | None = None  # type, message, param; only where status is an error
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Last item of a streamed answer. `failed`: the stream ended with an error event."""
+
+    facts: EngineFacts
+    failed: bool = False
+
+
+# Between Head and Tail a streamed answer is SSE bytes, ready to send.
+ReplicaItem = Accepted | Head | bytes | Tail
