@@ -34,7 +34,11 @@ class ModelConfig(ConfigModel):
         "that scripts/setup puts into the cache (`builtin:smollm2-135m-instruct`).",
     )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model. Default: no.")
-    chat_template: Path | None = Field(None, description="File with a Jinja chat template. Default: the model's own.")
+    chat_template: Path | None = Field(
+        None,
+        description="File with a Jinja chat template, or `builtin:NAME` for one in app/engine/templates. "
+        "Default: the model's own.",
+    )
     tool_call_parser: str | None = Field(
         None, description="vLLM's tool call parser (for example `hermes`). Without one, requests with tools get a 400."
     )

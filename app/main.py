@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from ray import serve
@@ -41,14 +42,18 @@ class Ingress:
             name: PoolClient(name, handle, config.pools[name].accept_timeout_s) for name, handle in handles.items()
         }
         health = HealthWatch(serve.get_replica_context().app_name, list(pools))
-        self._app = build_app(config, renderer, pools, health, self._tracing, RequestMetrics())
+        metrics = RequestMetrics(config.classes)
+        self._gauges = asyncio.create_task(metrics.keep_gauges())
+        self._app = build_app(config, renderer, pools, health, self._tracing, metrics)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
 
     async def __del__(self) -> None:
+        if hasattr(self, "_gauges"):
+            self._gauges.cancel()
         if hasattr(self, "_tracing"):
-            self._tracing.shutdown()
+            await asyncio.to_thread(self._tracing.shutdown)
 
 
 def build(args: dict[str, Any]) -> serve.Application:

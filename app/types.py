@@ -13,6 +13,9 @@ Route = Literal["chat", "completions"]
 # while it waited; cancelled: the client went away; failed: a fault on the server's side.
 Outcome = Literal["finished", "rejected", "evicted", "cancelled", "failed"]
 
+# What class and pool are called before they are known: a request can end before it is classified.
+UNKNOWN = "none"
+
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
@@ -67,6 +70,25 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Rendered:
+    """A request that can be served.
+
+    `prompt_token_ids`: per prompt; None where the replica must render again (multi-modal input, echo, suffix).
+    `prompt_tokens`: all prompts together; `longest_prompt`: the longest of them. `max_output_tokens`: what the request
+    asked for, None for up to the context's end. `sequences`: prompts times choices.
+    """
+
+    model: str
+    stream: bool
+    prompt_token_ids: list[list[int]] | None
+    prompt_tokens: int
+    longest_prompt: int
+    max_output_tokens: int | None
+    sequences: int
+    sampling: dict[str, float | int]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A rendered and classified request on its way from the ingress to a replica.
 
@@ -116,3 +138,11 @@ class Tail:
 
 # Between Head and Tail a streamed answer is SSE bytes, ready to send.
 ReplicaItem = Accepted | Head | bytes | Tail
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHealth:
+    """How many replicas a pool should have, and how many serve."""
+
+    replicas: int
+    healthy: int

@@ -17,15 +17,13 @@ from app.api.http import ClientGone, Responder, clean_request_id, error_event, r
 from app.config import SluiceConfig
 from app.errors import EngineError, InternalError, InvalidRequest, NotFound, ReplicaLost, RequestError
 from app.routing.classify import classify, home_pool
-from app.telemetry.metrics import UNKNOWN
 from app.telemetry.timeline import read_clock, server_timing, with_facts
 from app.telemetry.tracing import Tracing, carrier_from_headers, end_span, mark_outcome
-from app.types import ClockReading, EngineRequest, Head, JsonObject, Outcome, Route, Tail, Timeline
+from app.types import UNKNOWN, ClockReading, EngineRequest, Head, JsonObject, Outcome, Rendered, Route, Tail, Timeline
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from app.engine.render import Rendered
     from app.pools.client import PoolClient, ReplicaStream
     from app.telemetry.metrics import RequestMetrics
 

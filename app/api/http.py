@@ -66,7 +66,7 @@ async def read_json_object(receive: Receive, content_length: str | None, max_byt
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"The body is larger than {max_bytes / (1 << 20):g} MiB.")
+    return BodyTooLarge(f"The body is larger than {max_bytes / (1 << 20):.3g} MiB.")
 
 
 def _refuse_constant(name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,30 +20,11 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from app.config import SluiceConfig
 from app.engine.arguments import chat_template, render_args
 from app.errors import EngineError, InvalidRequest, NotFound, RequestError
-from app.types import JsonObject, Route
+from app.types import JsonObject, Rendered, Route
 
 # Where validation errors of one request are many, the first few say enough.
 _MAX_REPORTED_ERRORS = 3
 _MAX_MESSAGE_CHARS = 500
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A request that can be served.
-
-    `prompt_token_ids`: per prompt; None where the replica must render again (multi-modal input, echo, suffix).
-    `prompt_tokens`: all prompts together; `longest_prompt`: the longest of them. `max_output_tokens`: what the request
-    asked for, None for up to the context's end. `sequences`: prompts times choices.
-    """
-
-    model: str
-    stream: bool
-    prompt_token_ids: list[list[int]] | None
-    prompt_tokens: int
-    longest_prompt: int
-    max_output_tokens: int | None
-    sequences: int
-    sampling: dict[str, float | int]
 
 
 class Renderer:

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
@@ -18,7 +17,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from app.errors import AcceptTimeout, InternalError, PoolSaturated, PoolUnavailable, ReplicaLost, RequestError
-from app.types import Accepted, EngineRequest, Head, ReplicaItem, Tail
+from app.types import Accepted, EngineRequest, Head, PoolHealth, ReplicaItem, Tail
 
 # For a full queue, until the drain rate is known.
 _SATURATED_RETRY_AFTER_S = 1.0
@@ -121,14 +120,6 @@ class PoolClient:
         """Hand a request to Ray, which gives it to a replica."""
         with _ray_errors(self.name):
             return ReplicaStream(self.name, self._generate.remote(request))
-
-
-@dataclass(frozen=True, slots=True)
-class PoolHealth:
-    """How many replicas a pool should have, and how many serve."""
-
-    replicas: int
-    healthy: int
 
 
 class HealthWatch:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter as Tally
+from collections.abc import Iterable
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -18,18 +20,18 @@ _PER_TOKEN_SECONDS = [
     1.0, 2.0,
 ]  # fmt: skip
 
-# What a label says before it is known: a request can end before it is classified.
-UNKNOWN = "none"
+# Ray drops a gauge that is not set again within about 15 s.
+_GAUGE_PERIOD_S = 5.0
 
 
 class RequestMetrics:
     """Counts and times requests by class, pool and outcome, in one ingress process."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: Iterable[str]) -> None:
         by_class = ("class", "pool")
         self._requests = Counter("sluice_requests", "Requests that ended, by outcome.", tag_keys=(*by_class, "outcome"))
         self._in_flight = Gauge("sluice_requests_in_flight", "Requests being handled.", tag_keys=("class",))
-        self._running: Tally[str] = Tally()
+        self._running: Tally[str] = Tally(dict.fromkeys(classes, 0))
         self._input_tokens = Counter("sluice_input_tokens", "Prompt tokens of finished requests.", tag_keys=by_class)
         self._output_tokens = Counter("sluice_output_tokens", "Generated tokens.", tag_keys=by_class)
 
@@ -54,6 +56,13 @@ class RequestMetrics:
     def left(self, service_class: str) -> None:
         """It is not any more."""
         self._move(service_class, -1)
+
+    async def keep_gauges(self) -> None:
+        """Keep the gauges' values exported while nothing changes; runs until it is cancelled."""
+        while True:
+            for service_class, running in self._running.items():
+                self._in_flight.set(running, {"class": service_class})
+            await asyncio.sleep(_GAUGE_PERIOD_S)
 
     def _move(self, service_class: str, by: int) -> None:
         self._running[service_class] += by

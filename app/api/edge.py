@@ -1,0 +1,62 @@
+"""Cleans request headers in Ray Serve's HTTP entry, before Ray itself looks at them.
+
+Ray Serve 2.60 lets clients switch off its timeout and its cancellation by headers, and echoes any `x-request-id`. Its
+entry loads `middlewares` where the environment of the Ray processes has
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=app.api.edge:middlewares`, as `scripts/serve` sets it. Without it the app
+works the same for well-meaning clients.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.middleware import Middleware
+
+from app.api.http import clean_request_id
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+# Headers by which a client would steer Ray or vLLM.
+_DROPPED = frozenset(
+    {
+        b"x-request-timeout-seconds",
+        b"x-request-disconnect-disabled",
+        b"x-vllm-priority",
+        b"x-data-parallel-rank",
+        b"serve_multiplexed_model_id",
+        b"serve-multiplexed-model-id",
+    }
+)
+
+
+class EdgeHeaders:
+    """ASGI middleware that drops steering headers and cleans the request id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with its headers cleaned."""
+        if scope["type"] == "http":
+            scope = {**scope, "headers": clean_headers(scope["headers"])}
+        await self._app(scope, receive, send)
+
+
+def clean_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers without those that steer, and with exactly one, clean, `x-request-id`."""
+    given: bytes | None = None
+    kept: list[tuple[bytes, bytes]] = []
+    for name, value in headers:
+        lowered = name.lower()
+        if lowered == b"x-request-id":
+            given = value if given is None else given
+        elif lowered not in _DROPPED:
+            kept.append((name, value))
+    request_id = clean_request_id(None if given is None else given.decode("latin-1"))
+    return [*kept, (b"x-request-id", request_id.encode())]
+
+
+def middlewares() -> list[Middleware]:
+    """What Ray Serve's HTTP entry loads."""
+    return [Middleware(EdgeHeaders)]

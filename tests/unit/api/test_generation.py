@@ -1,0 +1,317 @@
+"""A request's way through the ingress, with stand-ins for the renderer and the pools."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from starlette.applications import Starlette
+
+from app.api.ingress import build_app
+from app.config import SluiceConfig, TracingConfig, parse_config
+from app.errors import AcceptTimeout, PoolSaturated, ReplicaLost
+from app.telemetry.tracing import Tracing
+from app.types import Head, PoolHealth, Tail
+from tests.support.asgi import Client
+from tests.support.fakes import FakeMetrics, FakePool, FakeRenderer, facts
+
+PATH = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def config() -> SluiceConfig:
+    engine = {"max_model_len": 2048, "kv_cache_memory_mib": 64}
+    pool = {"executor": {"kind": "cpu"}, "engine": engine}
+    return parse_config(
+        {
+            "model": {"name": "m", "source": "/m"},
+            "routing": {
+                "lengths": [{"name": "short", "max_prompt_tokens": 100}, {"name": "long"}],
+                "rules": [
+                    {"class": "batch", "length": "short", "pool": "batch"},
+                    {"length": "short", "pool": "interactive"},
+                    {"pool": "long_context"},
+                ],
+            },
+            "pools": {"interactive": pool, "batch": pool, "long_context": pool},
+            "ingress": {"max_body_mib": 0.01},
+        }
+    )
+
+
+class FakeHealth:
+    """Pools that are as healthy as the test says."""
+
+    def __init__(self) -> None:
+        self.healthy = 1
+
+    async def pools(self) -> dict[str, PoolHealth]:
+        return {"interactive": PoolHealth(1, 1), "batch": PoolHealth(2, self.healthy)}
+
+
+class Bench:
+    """The ingress with everything behind it in the test's hands."""
+
+    def __init__(self) -> None:
+        self.renderer = FakeRenderer()
+        self.pools = {name: FakePool() for name in ("interactive", "batch", "long_context")}
+        self.metrics = FakeMetrics()
+        self.health = FakeHealth()
+        self.exporter = InMemorySpanExporter()
+        self.tracing = Tracing(TracingConfig(), "ingress", self.exporter)
+        self.app: Starlette = build_app(
+            config(),
+            self.renderer,
+            self.pools,  # type: ignore[arg-type]
+            self.health,  # type: ignore[arg-type]
+            self.tracing,
+            self.metrics,  # type: ignore[arg-type]
+        )
+
+    def post(self, body: Any, headers: dict[str, str] | None = None, path: str = PATH) -> Client:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return Client(self.app, path, raw, headers)
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        self.tracing._provider.force_flush()
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+    @property
+    def outcomes(self) -> list[tuple[str, str, str]]:
+        return [(service_class, pool, outcome) for service_class, pool, outcome, _ in self.metrics.ends]
+
+
+@pytest_asyncio.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.tracing.shutdown()
+
+
+async def test_an_answer_in_one_piece(bench: Bench) -> None:
+    client = bench.post({**HELLO, "service_tier": "priority"}, {"x-request-id": "abc-1"})
+    await bench.pools["interactive"].dispatched.wait()
+    now = bench.pools["interactive"].requests[0].timeline.dispatched
+    assert now is not None
+    done = facts(queued=now, scheduled=now, first_token=now, last_token=now, prompt_tokens=3, output_tokens=1)
+    bench.pools["interactive"].stream.put(Head(200, b'{"ok":1}', final=True, facts=done))
+    await client.finish()
+
+    assert (client.status, client.json()) == (200, {"ok": 1})
+    assert client.headers["x-sluice-class"] == "interactive"
+    assert client.headers["x-sluice-pool"] == "interactive"
+    assert client.headers["server-timing"].startswith("render;dur=")
+    request = bench.pools["interactive"].requests[0]
+    assert (request.request_id, request.service_tier, request.priority) == ("abc-1", "priority", 0)
+    assert request.prompt_token_ids == [[1, 1, 1]]
+    assert bench.outcomes == [("interactive", "interactive", "finished")]
+    assert bench.metrics.in_flight == 0
+
+
+async def test_a_stream_is_relayed_as_it_comes(bench: Bench) -> None:
+    client = bench.post({**HELLO, "stream": True, "service_tier": "flex"})
+    stream = bench.pools["batch"].stream
+    stream.put(Head(200, b"data: 1\n\n", final=False, facts=facts(queued=1.0)))
+    await client.until_sent(2)
+    assert client.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert client.body == b"data: 1\n\n"
+    stream.put(b"data: 2\n\ndata: 3\n\n")
+    await client.until_sent(3)
+    stream.put(b"data: [DONE]\n\n", Tail(facts(queued=1.0, scheduled=2.0, output_tokens=3)))
+    await client.finish()
+    assert client.body == b"data: 1\n\ndata: 2\n\ndata: 3\n\ndata: [DONE]\n\n"
+    assert client.sent[-1]["more_body"] is False
+    assert bench.outcomes == [("batch", "batch", "finished")]
+    assert not stream.cancelled
+
+
+async def test_long_prompts_go_to_their_pool(bench: Bench) -> None:
+    bench.pools["long_context"].stream.put(Head(200, b"{}", final=True, facts=facts()))
+    client = bench.post({**HELLO, "prompt_tokens": 101, "service_tier": "flex"})
+    await client.finish()
+    assert client.headers["x-sluice-pool"] == "long_context"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"{", 400, "not valid JSON"),
+        (b"[1]", 400, "must be a JSON object"),
+        (b"\xff\xfe", 400, "not valid UTF-8"),
+        (b'{"temperature": NaN}', 400, "NaN is not JSON"),
+        (b"[" * 5000, 400, "nested too deeply"),
+        (b'{"a": "' + b"x" * 20_000 + b'"}', 413, "larger than 0.01 MiB"),
+        ({**HELLO, "service_tier": "gold"}, 400, "service_tier must be one of"),
+        ({**HELLO, "kv_transfer_params": {"prompt_token_ids": [1]}}, 400, "cannot be set by clients"),
+        ({**HELLO, "max_tokens": 5000}, 400, "exceeds the context of 2048 tokens"),
+    ],
+)
+async def test_a_bad_request_is_refused_before_it_queues(bench: Bench, body: Any, status: int, message: str) -> None:
+    client = bench.post(body)
+    await client.finish()
+    assert client.status == status
+    error = client.json()["error"]
+    assert message in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert not any(pool.requests for pool in bench.pools.values())
+    assert [outcome for _, _, outcome in bench.outcomes] == ["rejected"]
+    assert bench.metrics.in_flight == 0
+    attributes = bench.spans()[f"POST {PATH}"].attributes
+    assert attributes is not None
+    assert attributes["sluice.outcome"] == "rejected"
+    assert attributes["http.response.status_code"] == status
+
+
+async def test_fields_that_steer_the_server_do_not_reach_it(bench: Bench) -> None:
+    bench.pools["interactive"].stream.put(Head(200, b"{}", final=True, facts=facts()))
+    client = bench.post({**HELLO, "priority": -5, "request_id": "other", "kv_transfer_params": None})
+    await client.finish()
+    request = bench.pools["interactive"].requests[0]
+    assert request.body == HELLO
+    assert request.priority == 1
+
+
+async def test_a_refusal_by_the_engine_keeps_its_status(bench: Bench) -> None:
+    error = ("BadRequestError", "no such grammar", "response_format")
+    bench.pools["interactive"].stream.put(Head(400, b"", final=True, facts=facts(), error=error))
+    client = bench.post({**HELLO, "stream": True})
+    await client.finish()
+    assert client.status == 400
+    assert client.json()["error"] == {
+        "message": "no such grammar",
+        "type": "BadRequestError",
+        "param": "response_format",
+        "code": 400,
+    }
+    assert bench.outcomes == [("standard", "interactive", "rejected")]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "outcome"),
+    [
+        (PoolSaturated("full", retry_after=2.4), 503, "rejected"),
+        (AcceptTimeout("late", retry_after=5), 503, "evicted"),
+        (ReplicaLost("gone", retry_after=1), 503, "failed"),
+    ],
+)
+async def test_a_pool_that_does_not_take_the_request(bench: Bench, error: Any, status: int, outcome: str) -> None:
+    bench.pools["interactive"].stream.accept_error = error
+    client = bench.post({**HELLO, "stream": True})
+    await client.finish()
+    assert client.status == status
+    assert int(client.headers["retry-after"]) >= 1
+    assert bench.outcomes == [("standard", "interactive", outcome)]
+    assert bench.pools["interactive"].stream.cancelled
+    spans = bench.spans()
+    # No replica will tell of it, so the ingress does.
+    assert {"queue", "queue.hold", "queue.engine_wait"} <= set(spans)
+
+
+async def test_a_replica_lost_in_mid_stream_ends_with_an_error_event(bench: Bench) -> None:
+    client = bench.post({**HELLO, "stream": True})
+    stream = bench.pools["interactive"].stream
+    stream.put(Head(200, b"data: 1\n\n", final=False, facts=facts()), ReplicaLost("the replica stopped"))
+    await client.finish()
+    assert client.status == 200
+    events = client.body.decode().split("\n\n")
+    assert events[0] == "data: 1"
+    assert json.loads(events[1].removeprefix("data: "))["error"]["message"] == "the replica stopped"
+    assert events[2] == "data: [DONE]"
+    assert bench.outcomes == [("standard", "interactive", "failed")]
+
+
+async def test_an_error_inside_the_replica_s_stream_counts_as_failed(bench: Bench) -> None:
+    client = bench.post({**HELLO, "stream": True})
+    bench.pools["interactive"].stream.put(
+        Head(200, b"data: 1\n\n", final=False, facts=facts()), b'data: {"error":{}}\n\n', Tail(facts(), failed=True)
+    )
+    await client.finish()
+    assert bench.outcomes == [("standard", "interactive", "failed")]
+
+
+async def test_a_fault_of_our_own_is_a_500_that_tells_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.renderer.error = RuntimeError("secret detail")
+    client = bench.post(HELLO)
+    await client.finish()
+    assert client.status == 500
+    assert "secret" not in client.body.decode()
+    assert "secret detail" in caplog.text
+
+
+async def test_a_client_that_leaves_while_rendering(bench: Bench) -> None:
+    bench.renderer.gate = asyncio.Event()
+    client = bench.post(HELLO)
+    client.leave()
+    await client.finish()
+    assert client.sent == []
+    assert [outcome for _, _, outcome in bench.outcomes] == ["cancelled"]
+    assert set(bench.spans()) == {f"POST {PATH}", "render"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_the_first_token(bench: Bench, stream: bool) -> None:
+    client = bench.post({**HELLO, "stream": stream})
+    await bench.pools["interactive"].dispatched.wait()
+    client.leave()
+    await client.finish()
+    assert bench.pools["interactive"].stream.cancelled
+    assert bench.outcomes == [("standard", "interactive", "cancelled")]
+    assert bench.metrics.in_flight == 0
+
+
+async def test_a_client_that_leaves_in_mid_stream(bench: Bench) -> None:
+    client = bench.post({**HELLO, "stream": True})
+    bench.pools["interactive"].stream.put(Head(200, b"data: 1\n\n", final=False, facts=facts()))
+    await client.until_sent(2)
+    client.leave()
+    await client.finish()
+    assert bench.pools["interactive"].stream.cancelled
+    assert bench.outcomes == [("standard", "interactive", "cancelled")]
+
+
+async def test_a_request_cancelled_from_outside_is_counted_and_stays_cancelled(bench: Bench) -> None:
+    client = bench.post(HELLO)
+    await bench.pools["interactive"].dispatched.wait()
+    client.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client.finish()
+    assert bench.pools["interactive"].stream.cancelled
+    assert bench.outcomes == [("standard", "interactive", "cancelled")]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("a-b_c.d:1", "a-b_c.d:1"), ("a b\tc<script>", "abcscript"), ("x" * 500, "x" * 128)],
+)
+async def test_the_request_id_is_the_callers_cleaned(bench: Bench, given: str, expected: str) -> None:
+    bench.pools["interactive"].stream.put(Head(200, b"{}", final=True, facts=facts()))
+    client = bench.post(HELLO, {"x-request-id": given})
+    await client.finish()
+    assert bench.pools["interactive"].requests[0].request_id == expected
+    # Ray Serve's entry repeats the id that it was given; only another one has to be told.
+    assert client.headers.get("x-request-id") == (None if given == expected else expected)
+
+
+async def test_a_request_without_an_id_gets_one(bench: Bench) -> None:
+    bench.pools["interactive"].stream.put(Head(200, b"{}", final=True, facts=facts()))
+    client = bench.post(HELLO)
+    await client.finish()
+    assert client.headers["x-request-id"] == bench.pools["interactive"].requests[0].request_id
+
+
+async def test_the_trace_reaches_the_replica(bench: Bench) -> None:
+    bench.pools["interactive"].stream.put(Head(200, b"{}", final=True, facts=facts()))
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    client = bench.post(HELLO, {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "tracestate": "a=1"})
+    await client.finish()
+    server = bench.spans()[f"POST {PATH}"]
+    assert server.context is not None
+    assert format(server.context.trace_id, "032x") == trace_id
+    carrier = bench.pools["interactive"].requests[0].trace_context
+    assert carrier["traceparent"] == f"00-{trace_id}-{server.context.span_id:016x}-01"
+    assert carrier["tracestate"] == "a=1"
