@@ -70,6 +70,11 @@ class EngineConfig(ConfigModel):
     dtype: str = Field("auto", description="Data type of weights and activations, as vLLM names it. Default: auto.")
     quantization: str | None = Field(None, description="vLLM's quantization method. Default: the model's own.")
     load_format: str = Field("auto", description="How weights are loaded; `dummy` for random ones. Default: auto.")
+    compact_json: bool = Field(
+        False,
+        description="Structured output without optional white space, which small models fill JSON with until they run "
+        "out of tokens. Default: no.",
+    )
     vllm: dict[str, Any] = Field(
         default_factory=dict,
         description="Further fields of vLLM's AsyncEngineArgs, by vLLM's names. Unknown ones are refused.",

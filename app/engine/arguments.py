@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from app.config import ModelConfig, PoolConfig, SluiceConfig
@@ -33,11 +34,12 @@ def check_engine_args(config: SluiceConfig) -> None:
                 )
             if key in own:
                 raise ConfigError(f"{where}: is set from the configuration's own keys; set it there")
+        _further_args(pool, f"args: pools.{name}.engine.vllm.")
 
 
 def engine_args(model: ModelConfig, pool: PoolConfig) -> AsyncEngineArgs:
     """The arguments of a pool's engines."""
-    return AsyncEngineArgs(**_own_args(model, pool), **pool.engine.vllm)
+    return AsyncEngineArgs(**_own_args(model, pool), **_further_args(pool))
 
 
 def render_args(model: ModelConfig, pools: dict[str, PoolConfig]) -> AsyncEngineArgs:
@@ -68,6 +70,21 @@ def _packaged_template(path: Path) -> Path:
     return path
 
 
+def _further_args(pool: PoolConfig, where: str = "engine.vllm.") -> dict[str, Any]:
+    """`engine.vllm`, with mappings turned into vLLM's configuration classes where it wants those."""
+    further: dict[str, Any] = {}
+    for key, value in pool.engine.vllm.items():
+        default = getattr(AsyncEngineArgs(model=""), key)
+        if isinstance(value, dict) and dataclasses.is_dataclass(default):
+            try:
+                value = type(default)(**value)
+            except (ValueError, TypeError) as error:
+                reason = " ".join(str(error).split())[:200]
+                raise ConfigError(f"{where}{key}: vLLM refuses it: {reason}") from None
+        further[key] = value
+    return further
+
+
 def _own_args(model: ModelConfig, pool: PoolConfig) -> dict[str, Any]:
     engine = pool.engine
     args: dict[str, Any] = {
@@ -90,6 +107,8 @@ def _own_args(model: ModelConfig, pool: PoolConfig) -> dict[str, Any]:
     }
     if engine.kv_cache_memory_mib is not None:
         args["kv_cache_memory_bytes"] = engine.kv_cache_memory_mib * _MIB
+    if engine.compact_json:
+        args["structured_outputs_config"] = StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True)
     executor = pool.executor
     if executor.kind == "cpu":
         args["distributed_executor_backend"] = "uni"

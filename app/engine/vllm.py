@@ -184,7 +184,7 @@ class VLLMEngine:
                 task.cancel()
                 raise
             if isinstance(result, ErrorResponse):
-                yield self._error_head(result, call)
+                yield self._error_head(request, call, result)
             elif isinstance(result, AsyncGenerator):
                 events = result
                 async for item in self._stream(request, events, call):
@@ -193,7 +193,7 @@ class VLLMEngine:
                 result.service_tier = request.service_tier
                 yield Head(200, result.model_dump_json().encode(), final=True, facts=call.facts())
         except Exception as error:
-            yield self._error_head(create_error_response(error), call)
+            yield self._error_head(request, call, create_error_response(error))
         finally:
             await self._abort(call)
             if events is not None:
@@ -220,20 +220,22 @@ class VLLMEngine:
         self, request: EngineRequest, events: AsyncGenerator[str, None], call: EngineCall
     ) -> AsyncIterator[Head | bytes | Tail]:
         first = await anext(events)
-        if first.startswith(_ERROR_CHUNK):
-            yield self._error_head(ErrorResponse(**json.loads(first.removeprefix("data: "))), call)
-            return
         begin = [first]
-        if request.route == "chat":
+        if request.route == "chat" and not first.startswith(_ERROR_CHUNK):
             # Roles, one per choice, come right before the first token; sent with it they cost nothing.
             for _ in range(request.body.get("n") or 1):
                 event = await anext(events, None)
                 if event is None:
                     break
                 begin.append(event)
-        failed = any(event.startswith(_ERROR_CHUNK) for event in begin)
+        error = next((event for event in begin if event.startswith(_ERROR_CHUNK)), None)
+        if error is not None:
+            # Nothing has been sent yet, so it can still have a status.
+            yield self._error_head(request, call, _parse_error(error))
+            return
         begin[0] = _with_service_tier(first, request.service_tier)
         yield Head(200, "".join(begin).encode(), final=False, facts=call.facts())
+        failed = False
         async for event in events:
             if event.startswith(_ERROR_CHUNK):
                 failed = True
@@ -249,15 +251,23 @@ class VLLMEngine:
         chunk["metrics"] = usage_metrics(timeline)
         return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
-    def _error_head(self, response: Any, call: EngineCall) -> Head:
+    def _error_head(self, request: EngineRequest, call: EngineCall, response: Any) -> Head:
+        facts = call.facts()
         if self._llm.errored:
-            status, kind, message, param = 503, "ServiceUnavailableError", "The engine stopped; please retry.", None
-        else:
-            if response.error.code >= 500 and isinstance(call.error, _CLIENT_MISTAKES):
+            error = ("ServiceUnavailableError", "The engine stopped; please retry.", None)
+            return Head(503, b"", final=True, facts=facts, error=error)
+        if response.error.code >= 500:
+            if isinstance(call.error, _CLIENT_MISTAKES):
                 response = create_error_response(call.error)
-            error = response.error
-            status, kind, message, param = error.code, error.type, error.message, error.param
-        return Head(status, b"", final=True, facts=call.facts(), error=(kind, message, param))
+            elif facts.first_token is None and _is_constrained(request.body):
+                # vLLM reports a grammar that its engine cannot compile as a fault of its own.
+                message = (
+                    "The constraint on the output (response_format, structured_outputs or tools) does not compile."
+                )
+                error = ("BadRequestError", message, None)
+                return Head(400, b"", final=True, facts=facts, error=error)
+        told = response.error
+        return Head(told.code, b"", final=True, facts=facts, error=(told.type, told.message, told.param))
 
     async def _abort(self, call: EngineCall) -> None:
         unfinished = [
@@ -279,6 +289,14 @@ def _engine_body(request: EngineRequest) -> JsonObject:
             body.pop("truncate_prompt_tokens", None)
             body.pop("suffix", None)
     return body
+
+
+def _is_constrained(body: JsonObject) -> bool:
+    return any(body.get(name) for name in ("response_format", "structured_outputs", "tools"))
+
+
+def _parse_error(event: str) -> Any:
+    return ErrorResponse(**json.loads(event.removeprefix("data: ")))
 
 
 def _with_service_tier(event: str, service_tier: str) -> str:

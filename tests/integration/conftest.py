@@ -1,0 +1,57 @@
+"""Applications that several test modules share. One Ray cluster runs at a time: two cores have no room for more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+import ray
+from ray import serve
+
+from tests.support.otlp import Receiver, grpc_receiver
+from tests.support.serving import CONFIGS, ROOT, running, url_of, variant, wait_ready
+
+
+@dataclass(frozen=True)
+class LocalApp:
+    """The app as ./scripts/serve runs it, on the real model, with a receiver for its spans."""
+
+    url: str
+    receiver: Receiver
+    model: str = "smollm2-135m-instruct"
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        """An OpenAI client that does not retry, so that every answer is seen."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=120, **options)
+
+    def unfinished(self) -> int:
+        """Sequences that any engine still works on."""
+        return sum(
+            serve.get_deployment_handle(pool, "sluice").unfinished_requests.remote().result(timeout_s=30)
+            for pool in ("interactive", "batch", "long_context")
+        )
+
+
+@pytest.fixture(scope="session")
+def local_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalApp]:
+    """./scripts/serve with local.yaml, its spans sent to a receiver; this process joins its Ray cluster."""
+    folder = tmp_path_factory.mktemp("local")
+    with ExitStack() as stack:
+        receiver = stack.enter_context(grpc_receiver())
+
+        def change(document: dict[str, Any]) -> None:
+            document["applications"][0]["args"]["tracing"] = {"exporter": "otlp", "endpoint": receiver.endpoint}
+
+        config = variant(CONFIGS / "local.yaml", folder / "local.yaml", change)
+        log = folder / "serve.log"
+        command = [str(ROOT / "scripts" / "serve"), "--no-setup", str(config)]
+        # Spans shall not wait for a batch to fill while a test waits for them.
+        process = stack.enter_context(running(command, log, {"OTEL_BSP_SCHEDULE_DELAY": "200"}))
+        wait_ready(url_of(config), lambda: process.poll() is None, log)
+        ray.init(address="auto", log_to_driver=False, configure_logging=False)
+        stack.callback(ray.shutdown)
+        yield LocalApp(url_of(config), receiver)
