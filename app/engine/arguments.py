@@ -77,7 +77,7 @@ def _further_args(pool: PoolConfig, where: str = "engine.vllm.") -> dict[str, An
         default = getattr(AsyncEngineArgs(model=""), key)
         if isinstance(value, dict) and dataclasses.is_dataclass(default):
             try:
-                value = type(default)(**value)
+                value = type(default)(**value)  # type: ignore[misc]
             except (ValueError, TypeError) as error:
                 reason = " ".join(str(error).split())[:200]
                 raise ConfigError(f"{where}{key}: vLLM refuses it: {reason}") from None

@@ -85,7 +85,7 @@ GOOD = [
     ),
     _chat("content parts", messages=[{"role": "user", "content": [{"type": "text", "text": "Say hello."}]}]),
     _chat("system", messages=[{"role": "system", "content": "Be brief."}, *_HI]),
-    _chat("unicode", messages=[{"role": "user", "content": "\u00ab\u202f\u00e9t\u00e9 \U0001f31e\u202f\u00bb \u4e2d\u6587"}]),
+    _chat("unicode", messages=[{"role": "user", "content": "\u00ab\u202f\u00e9t\u00e9 \U0001f31e \u4e2d\u6587"}]),
     _chat("continue", messages=[*_HI, {"role": "assistant", "content": "Hel"}], add_generation_prompt=False,
           continue_final_message=True),
     _chat("echo", messages=[*_HI, {"role": "assistant", "content": "Hel"}], add_generation_prompt=False,

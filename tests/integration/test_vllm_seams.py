@@ -1,0 +1,70 @@
+"""What app/engine relies on in vLLM. When an upgrade moves one of these, the failing test says which."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import vllm
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+from vllm.v1.metrics.stats import RequestStateStats
+
+pytestmark = pytest.mark.integration
+
+
+def test_the_pinned_version_is_installed() -> None:
+    assert vllm.__version__.startswith("0.32.0")
+
+
+def test_request_states_hold_the_timestamps() -> None:
+    stats = RequestStateStats(arrival_time=1.0)
+    for name in ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts"):
+        assert getattr(stats, name) == 0.0
+    assert (stats.num_generation_tokens, stats.num_preemptions) == (0, 0)
+    source = inspect.getsource(RequestState.__init__)
+    for name in ("self.stats", "self.parent_req", "self.prompt_len", "self.num_cached_tokens", "self.request_id"):
+        assert f"{name} = " in source, name
+
+
+def test_a_sequence_gets_its_state_in_one_synchronous_call() -> None:
+    assert not inspect.iscoroutinefunction(OutputProcessor.add_request)
+    assert list(inspect.signature(OutputProcessor.add_request).parameters)[1] == "request"
+    for method in (AsyncLLM._add_request, AsyncLLM.add_request):
+        assert "self.output_processor.add_request(" in inspect.getsource(method)
+
+
+def test_aborting_takes_internal_ids() -> None:
+    assert "internal" in inspect.signature(AsyncLLM.abort).parameters
+
+
+@pytest.mark.parametrize("request_class", [ChatCompletionRequest, CompletionRequest])
+def test_token_ids_can_replace_rendering(request_class: type) -> None:
+    assert "kv_transfer_params" in request_class.model_fields  # type: ignore[attr-defined]
+    source = inspect.getsource(inspect.getmodule(OnlineRenderer))  # type: ignore[arg-type]
+    assert 'kv.pop("prompt_token_ids", None)' in source
+
+
+@pytest.mark.parametrize("serving", [OpenAIServingChat, OpenAIServingCompletion])
+def test_stream_events_look_as_expected(serving: type) -> None:
+    source = inspect.getsource(serving)
+    assert 'yield f"data: {data}\\n\\n"' in source
+    assert 'yield "data: [DONE]\\n\\n"' in source
+    assert "id=request_id" in source  # the first field of a chunk
+    assert "choices=[]" in source  # only in the usage chunk
+
+
+def test_executors_have_the_methods_that_the_simulation_overrides() -> None:
+    for name in ("_init_executor", "collective_rpc", "execute_model", "sample_tokens", "check_health"):
+        assert callable(getattr(Executor, name))
+
+
+def test_metrics_can_go_through_ray() -> None:
+    assert inspect.isclass(RayPrometheusStatLogger)
