@@ -324,8 +324,9 @@ def describe_validation_error(error: ValidationError) -> str:
     """The first mistake of a pydantic error as `path: what is wrong`, and how many more there are."""
     mistakes = error.errors(include_url=False, include_context=False)
     first = mistakes[0]
-    # Discriminator values are part of pydantic's location but not of the file's path.
-    path = ".".join(str(part) for part in first["loc"] if part not in ("cpu", "gpu", "simulated"))
+    location = [str(part) for part in first["loc"]]
+    # After `executor` pydantic names the kind, which is not part of the file's path.
+    path = ".".join(part for index, part in enumerate(location) if index == 0 or location[index - 1] != "executor")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "unknown key; remove it or correct its spelling"

@@ -16,8 +16,12 @@ from app.pools.replica import VLLMReplica
 # reader: what accumulates meanwhile is then sent as one. Serve reads this when the replica's process starts.
 _REPLICA_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", **TELEMETRY_OFF}
 
-_HEALTH_CHECK_PERIOD_S = 2.0
-_HEALTH_CHECK_TIMEOUT_S = 30.0
+_EVERY_DEPLOYMENT = {
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 30.0,
+    # How often a replica that is stopped looks whether its requests are done.
+    "graceful_shutdown_wait_loop_s": 0.5,
+}
 
 
 @serve.ingress()
@@ -76,8 +80,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_ongoing_requests=config.ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": config.ingress.num_cpus, "runtime_env": {"env_vars": TELEMETRY_OFF}},
         graceful_shutdown_timeout_s=config.ingress.graceful_shutdown_timeout_s,
-        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
+        **_EVERY_DEPLOYMENT,
     )
     return ingress.bind(config, handles)
 
@@ -89,8 +92,7 @@ def _pool(name: str, config: SluiceConfig, pool: PoolConfig) -> serve.Applicatio
         max_ongoing_requests=pool.max_ongoing_requests,
         max_queued_requests=pool.max_queued_requests,
         graceful_shutdown_timeout_s=pool.graceful_shutdown_timeout_s,
-        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
+        **_EVERY_DEPLOYMENT,
         **_placement(pool),
     )
     return deployment.bind(name, config.model, pool, config.tracing)

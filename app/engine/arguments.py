@@ -108,7 +108,7 @@ def _own_args(model: ModelConfig, pool: PoolConfig) -> dict[str, Any]:
     if engine.kv_cache_memory_mib is not None:
         args["kv_cache_memory_bytes"] = engine.kv_cache_memory_mib * _MIB
     if engine.compact_json:
-        args["structured_outputs_config"] = StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True)
+        args["structured_outputs_config"] = StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True)
     executor = pool.executor
     if executor.kind == "cpu":
         args["distributed_executor_backend"] = "uni"

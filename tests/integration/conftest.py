@@ -13,7 +13,10 @@ import ray
 from ray import serve
 
 from tests.support.otlp import Receiver, grpc_receiver
-from tests.support.serving import CONFIGS, ROOT, running, url_of, variant, wait_ready
+from tests.support.serving import CONFIGS, ROOT, cluster_address, running, url_of, variant, wait_ready
+
+# Spans and metrics leave soon, so that a test that waits for them does not wait for a batch to fill.
+_SOON = {"OTEL_BSP_SCHEDULE_DELAY": "200", "RAY_metrics_report_interval_ms": "1000"}
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,8 @@ def local_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalApp]:
         config = variant(CONFIGS / "local.yaml", folder / "local.yaml", change)
         log = folder / "serve.log"
         command = [str(ROOT / "scripts" / "serve"), "--no-setup", str(config)]
-        # Spans shall not wait for a batch to fill while a test waits for them.
-        process = stack.enter_context(running(command, log, {"OTEL_BSP_SCHEDULE_DELAY": "200"}))
+        process = stack.enter_context(running(command, log, _SOON))
         wait_ready(url_of(config), lambda: process.poll() is None, log)
-        ray.init(address="auto", log_to_driver=False, configure_logging=False)
+        ray.init(address=cluster_address(process), log_to_driver=False, configure_logging=False)
         stack.callback(ray.shutdown)
         yield LocalApp(url_of(config), receiver)

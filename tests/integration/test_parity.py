@@ -36,7 +36,7 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory, local_app: LocalApp) -> I
         "--kv-cache-memory-bytes", str(384 << 20),
         "--distributed-executor-backend", "uni",
         "--enable-prompt-tokens-details", "--enforce-eager",
-        "--structured-outputs-config", '{"backend": "guidance", "disable_any_whitespace": true}',
+        "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
         "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
     threads = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import urllib.request
 from dataclasses import dataclass
 
@@ -37,3 +38,14 @@ def total(samples: list[Sample], name: str, **labels: str) -> float:
         for sample in samples
         if sample.name == name and all(sample.labels.get(key) == value for key, value in labels.items())
     )
+
+
+def settled_total(name: str, unchanged_s: float = 4.0, **labels: str) -> float:
+    """The sum of a metric once it has not changed for a while: what has been counted reaches the exporter later."""
+    value, since = total(scrape(), name, **labels), time.monotonic()
+    while time.monotonic() - since < unchanged_s:
+        time.sleep(0.5)
+        now = total(scrape(), name, **labels)
+        if now != value:
+            value, since = now, time.monotonic()
+    return value

@@ -126,6 +126,13 @@ def stop(process: subprocess.Popen[bytes], timeout_s: float = 60.0) -> None:
         child.kill()
 
 
+def cluster_address(process: subprocess.Popen[bytes]) -> str:
+    """The address of the Ray cluster that a command has started."""
+    (raylet,) = named(psutil.Process(process.pid).children(recursive=True), "raylet/raylet")
+    (address,) = [part for part in raylet.cmdline() if part.startswith("--gcs-address=")]
+    return address.removeprefix("--gcs-address=")
+
+
 def named(processes: list[psutil.Process], text: str) -> list[psutil.Process]:
     """Those of the processes whose command line contains `text`."""
     found = []
