@@ -54,6 +54,8 @@ def local_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalApp]:
         command = [str(ROOT / "scripts" / "serve"), "--no-setup", str(config)]
         process = stack.enter_context(running(command, log, _SOON))
         wait_ready(url_of(config), lambda: process.poll() is None, log)
+        # A cluster that `serve run` starts wants its token.
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("RAY_AUTH_MODE", "token")
         ray.init(address=cluster_address(process), log_to_driver=False, configure_logging=False)
         stack.callback(ray.shutdown)
         yield LocalApp(url_of(config), receiver)
