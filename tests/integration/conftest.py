@@ -13,7 +13,7 @@ import ray
 from ray import serve
 
 from tests.support.otlp import Receiver, grpc_receiver
-from tests.support.serving import CONFIGS, ROOT, cluster_address, running, url_of, variant, wait_ready
+from tests.support.serving import CONFIGS, ROOT, open_client, running, url_of, variant, wait_ready
 
 # Spans and metrics leave soon, so that a test that waits for them does not wait for a batch to fill.
 _SOON = {"OTEL_BSP_SCHEDULE_DELAY": "200", "RAY_metrics_report_interval_ms": "1000"}
@@ -25,11 +25,9 @@ class LocalApp:
 
     url: str
     receiver: Receiver
+    # It does not retry, so that every answer is seen.
+    client: openai.OpenAI
     model: str = "smollm2-135m-instruct"
-
-    def client(self, **options: Any) -> openai.OpenAI:
-        """An OpenAI client that does not retry, so that every answer is seen."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=120, **options)
 
     def unfinished(self) -> int:
         """Sequences that any engine still works on."""
@@ -54,8 +52,8 @@ def local_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalApp]:
         command = [str(ROOT / "scripts" / "serve"), "--no-setup", str(config)]
         process = stack.enter_context(running(command, log, _SOON))
         wait_ready(url_of(config), lambda: process.poll() is None, log)
-        # A cluster that `serve run` starts wants its token.
-        stack.enter_context(pytest.MonkeyPatch.context()).setenv("RAY_AUTH_MODE", "token")
-        ray.init(address=cluster_address(process), log_to_driver=False, configure_logging=False)
+        # Only for a cluster that it finds by itself does Ray use the token that `serve run` has written.
+        ray.init(address="auto", log_to_driver=False, configure_logging=False)
         stack.callback(ray.shutdown)
-        yield LocalApp(url_of(config), receiver)
+        client = stack.enter_context(open_client(url_of(config)))
+        yield LocalApp(url_of(config), receiver, client)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import psutil
 import pytest
 
@@ -19,6 +18,7 @@ from tests.support.serving import (
     environment,
     get,
     named,
+    open_client,
     running,
     stop,
     url_of,
@@ -70,9 +70,6 @@ class RunningApp:
     def is_ready(self) -> bool:
         return get(f"{self.url}/ready")[0] == 200
 
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
-
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
@@ -123,7 +120,8 @@ def test_a_killed_process_is_replaced_and_nothing_hangs(app: RunningApp, victim:
     assert not alive
     wait_for("a new replica", lambda: app.is_ready() and named(app.tree(), "VLLM::EngineCore"), timeout_s=180)
     assert app.replica().pid != replica.pid
-    assert app.client().completions.create(model=MODEL, prompt="x", max_tokens=1).usage is not None
+    with open_client(app.url) as client:
+        assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).usage is not None
 
 
 def test_a_replica_killed_while_it_starts_its_engine_leaves_no_engine(app: RunningApp) -> None:

@@ -6,11 +6,10 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import psutil
 import pytest
 
-from tests.support.serving import BIN, CONFIGS, ROOT, environment, free_port, url_of, variant, wait_ready
+from tests.support.serving import BIN, CONFIGS, ROOT, environment, free_port, open_client, url_of, variant, wait_ready
 
 pytestmark = pytest.mark.integration
 
@@ -81,23 +80,20 @@ def test_each_replica_is_given_its_own_gpu(fleet: str) -> None:
 
 
 def test_every_pool_answers_and_long_prompts_find_theirs(fleet: str) -> None:
-    client = openai.OpenAI(base_url=f"{fleet}/v1", api_key="unused", max_retries=0, timeout=120)
-    for tier, words, pool in (
-        ("default", 5, "interactive"),
-        ("flex", 5, "batch"),
-        ("priority", 40_000, "long_context"),
-    ):
-        raw = client.completions.with_raw_response.create(
-            model=MODEL, prompt="word " * words, max_tokens=5, extra_body={"service_tier": tier}
-        )
-        assert raw.headers["x-sluice-pool"] == pool
-        usage = raw.parse().usage
-        assert usage is not None
-        assert usage.completion_tokens == 5
+    cases = (("default", 5, "interactive"), ("flex", 5, "batch"), ("priority", 40_000, "long_context"))
+    with open_client(fleet) as client:
+        for tier, words, pool in cases:
+            raw = client.completions.with_raw_response.create(
+                model=MODEL, prompt="word " * words, max_tokens=5, extra_body={"service_tier": tier}
+            )
+            assert raw.headers["x-sluice-pool"] == pool
+            usage = raw.parse().usage
+            assert usage is not None
+            assert usage.completion_tokens == 5
 
 
 def test_a_context_as_long_as_the_real_model_s_is_taken(fleet: str) -> None:
-    client = openai.OpenAI(base_url=f"{fleet}/v1", api_key="unused", max_retries=0, timeout=120)
-    answer = client.completions.create(model=MODEL, prompt="word " * 120_000, max_tokens=2)
+    with open_client(fleet) as client:
+        answer = client.completions.create(model=MODEL, prompt="word " * 120_000, max_tokens=2)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens > 100_000

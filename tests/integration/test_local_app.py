@@ -50,7 +50,7 @@ SCHEMA: Any = {
 
 
 def test_a_chat_answer_tells_where_its_time_went(local_app: LocalApp) -> None:
-    raw = local_app.client().chat.completions.with_raw_response.create(
+    raw = local_app.client.chat.completions.with_raw_response.create(
         model=local_app.model,
         messages=[{"role": "user", "content": "What is 1+1?"}],
         max_tokens=8,
@@ -73,9 +73,9 @@ def test_a_chat_answer_tells_where_its_time_went(local_app: LocalApp) -> None:
 
 def test_a_stream_says_the_same_as_an_answer_in_one_piece(local_app: LocalApp) -> None:
     request: dict[str, Any] = {"model": local_app.model, "messages": HELLO, "max_tokens": 24, "temperature": 0}
-    whole = local_app.client().chat.completions.create(**request)
+    whole = local_app.client.chat.completions.create(**request)
     chunks = list(
-        local_app.client().chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
+        local_app.client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
@@ -101,23 +101,23 @@ def test_a_stream_says_the_same_as_an_answer_in_one_piece(local_app: LocalApp) -
 def test_completions_streamed_and_not_for_several_prompts(local_app: LocalApp) -> None:
     request: dict[str, Any] = {"model": local_app.model, "prompt": ["One, two,", "A, B,"], "max_tokens": 6}
     request["temperature"] = 0
-    whole = local_app.client().completions.create(**request)
+    whole = local_app.client.completions.create(**request)
     texts = {0: "", 1: ""}
-    for chunk in local_app.client().completions.create(**request, stream=True):
+    for chunk in local_app.client.completions.create(**request, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == {choice.index: choice.text for choice in whole.choices}
 
 
 def test_two_choices(local_app: LocalApp) -> None:
-    answer = local_app.client().chat.completions.create(
+    answer = local_app.client.chat.completions.create(
         model=local_app.model, messages=HELLO, max_tokens=6, n=2, temperature=1.0, seed=3
     )
     assert [choice.index for choice in answer.choices] == [0, 1]
 
 
 def test_logprobs(local_app: LocalApp) -> None:
-    answer = local_app.client().chat.completions.create(
+    answer = local_app.client.chat.completions.create(
         model=local_app.model, messages=HELLO, max_tokens=4, logprobs=True, top_logprobs=2, temperature=0
     )
     assert answer.choices[0].logprobs is not None
@@ -128,7 +128,7 @@ def test_logprobs(local_app: LocalApp) -> None:
 
 
 def test_a_json_schema_is_kept(local_app: LocalApp) -> None:
-    answer = local_app.client().chat.completions.create(
+    answer = local_app.client.chat.completions.create(
         model=local_app.model, messages=HELLO, max_tokens=80, temperature=0, response_format=SCHEMA
     )
     value = json.loads(answer.choices[0].message.content or "")
@@ -148,19 +148,19 @@ def test_a_tool_is_called_and_its_result_taken(local_app: LocalApp, stream: bool
     }
     if stream:
         name, arguments = "", ""
-        for chunk in local_app.client().chat.completions.create(**request, stream=True):
+        for chunk in local_app.client.chat.completions.create(**request, stream=True):
             for call in chunk.choices[0].delta.tool_calls or []:
                 name += call.function.name or ""
                 arguments += call.function.arguments or ""
     else:
-        message = local_app.client().chat.completions.create(**request).choices[0].message
+        message = local_app.client.chat.completions.create(**request).choices[0].message
         assert message.tool_calls
         name, arguments = message.tool_calls[0].function.name, message.tool_calls[0].function.arguments
     assert name == "get_weather"
     assert json.loads(arguments)["city"] in ("Paris", "Rome")
 
     call = {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
-    answer = local_app.client().chat.completions.create(
+    answer = local_app.client.chat.completions.create(
         model=local_app.model,
         messages=[
             {"role": "user", "content": "Weather in Rome?"},
@@ -186,7 +186,7 @@ def test_a_tool_is_called_and_its_result_taken(local_app: LocalApp, stream: bool
 def test_class_and_length_choose_the_pool(
     local_app: LocalApp, tier: Any, words: int, service_class: str, pool: str
 ) -> None:
-    raw = local_app.client().completions.with_raw_response.create(
+    raw = local_app.client.completions.with_raw_response.create(
         model=local_app.model, prompt="word " * words, max_tokens=1, extra_body={"service_tier": tier}
     )
     assert raw.headers["x-sluice-class"] == service_class
@@ -194,7 +194,7 @@ def test_class_and_length_choose_the_pool(
 
 
 def test_models(local_app: LocalApp) -> None:
-    models = local_app.client().models
+    models = local_app.client.models
     assert [model.id for model in models.list()] == [local_app.model]
     assert models.retrieve(local_app.model).id == local_app.model
 
@@ -216,7 +216,7 @@ def test_every_error_is_the_exception_that_the_client_maps_it_to(
 ) -> None:
     request: dict[str, Any] = {"model": local_app.model, "messages": HELLO, "max_tokens": 5, "stream": stream}
     with pytest.raises(expected) as caught:
-        local_app.client().chat.completions.create(**{**request, **fields})
+        local_app.client.chat.completions.create(**{**request, **fields})
     assert isinstance(caught.value.body, dict)
     assert {"message", "type", "param", "code"} <= set(caught.value.body)
     assert caught.value.request_id
@@ -360,13 +360,24 @@ def test_thirty_clients_that_hang_up_leave_nothing_running(local_app: LocalApp) 
     )
     after = {outcome: settled_total(name, outcome=outcome) for outcome in before}
     assert after == {**before, "cancelled": before["cancelled"] + 30}
-    gauges = [sample for sample in scrape() if sample.name == "ray_sluice_requests_in_flight"]
-    assert {sample.labels["class"] for sample in gauges} == {"interactive", "standard", "batch"}
-    assert [sample.value for sample in gauges] == [0, 0, 0]
+
+
+def test_the_gauges_are_at_zero_when_nothing_runs(local_app: LocalApp) -> None:
+    wait_for("idle engines", lambda: local_app.unfinished() == 0)
+
+    def idle() -> bool:
+        gauges = {
+            sample.labels["class"]: sample.value
+            for sample in scrape()
+            if sample.name == "ray_sluice_requests_in_flight"
+        }
+        return gauges == {"interactive": 0, "standard": 0, "batch": 0}
+
+    wait_for("gauges at zero", idle, every_s=0.5)
 
 
 def test_metrics_reach_prometheus(local_app: LocalApp) -> None:
-    local_app.client().completions.create(
+    local_app.client.completions.create(
         model=local_app.model, prompt="One, two,", max_tokens=5, extra_body={"service_tier": "flex", "ignore_eos": True}
     )
     wanted = [

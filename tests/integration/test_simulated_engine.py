@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.models import llama_shape, tokenizer_folder
-from tests.support.serving import free_port, get, running, wait_for
+from tests.support.serving import free_port, get, open_client, running, wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.integration
 class Server:
     """vLLM's own server on a simulated GPU."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, client: openai.OpenAI) -> None:
         self.url = url
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=60)
+        self.client = client
 
     def complete(self, prompt: str, **fields: Any) -> Any:
         return self.client.completions.create(model="m", prompt=prompt, **fields)
@@ -56,7 +56,8 @@ def vllm_server(log: Path, *options: str) -> Iterator[Server]:
             return get(f"{url}/health")[0] == 200
 
         wait_for("vLLM's server", ready, timeout_s=240, every_s=0.5)
-        yield Server(url)
+        with open_client(url) as client:
+            yield Server(url, client)
 
 
 @pytest.fixture(scope="module")

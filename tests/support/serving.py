@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import openai
 import psutil
 import yaml
 
@@ -126,11 +127,9 @@ def stop(process: subprocess.Popen[bytes], timeout_s: float = 60.0) -> None:
         child.kill()
 
 
-def cluster_address(process: subprocess.Popen[bytes]) -> str:
-    """The address of the Ray cluster that a command has started."""
-    (raylet,) = named(psutil.Process(process.pid).children(recursive=True), "raylet/raylet")
-    (address,) = [part for part in raylet.cmdline() if part.startswith("--gcs-address=")]
-    return address.removeprefix("--gcs-address=")
+def open_client(url: str) -> openai.OpenAI:
+    """An OpenAI client that does not retry; a context manager."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120)
 
 
 def named(processes: list[psutil.Process], text: str) -> list[psutil.Process]:
