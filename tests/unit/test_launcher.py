@@ -56,7 +56,7 @@ class TestOptions:
         assert find_config("./local.yaml") == tmp_path / "local.yaml"
 
     def test_a_missing_config_is_refused_with_those_there_are(self) -> None:
-        with pytest.raises(ConfigError, match=r"no config file `fast`; .*local, simulated"):
+        with pytest.raises(ConfigError, match=r"no config file `fast`; .*local, local_gpu, simulated"):
             find_config("fast")
 
     @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan"])

