@@ -16,6 +16,13 @@ from app.pools.replica import VLLMReplica
 # reader: what accumulates meanwhile is then sent as one. Serve reads this when the replica's process starts.
 _REPLICA_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", **TELEMETRY_OFF}
 
+_INGRESS_ENVIRONMENT = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    **TELEMETRY_OFF,
+}
+
 _EVERY_DEPLOYMENT = {
     "health_check_period_s": 2.0,
     "health_check_timeout_s": 30.0,
@@ -78,7 +85,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         name="ingress",
         num_replicas=config.ingress.num_replicas,
         max_ongoing_requests=config.ingress.max_ongoing_requests,
-        ray_actor_options={"num_cpus": config.ingress.num_cpus, "runtime_env": {"env_vars": TELEMETRY_OFF}},
+        ray_actor_options={"num_cpus": config.ingress.num_cpus, "runtime_env": {"env_vars": _INGRESS_ENVIRONMENT}},
         graceful_shutdown_timeout_s=config.ingress.graceful_shutdown_timeout_s,
         **_EVERY_DEPLOYMENT,
     )

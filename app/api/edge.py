@@ -1,18 +1,23 @@
-"""Cleans request headers in Ray Serve's HTTP entry, before Ray itself looks at them.
+"""Cleans request headers in Ray Serve's HTTP entry, before Ray itself looks at them, and notes when they arrived.
 
 Ray Serve 2.60 lets clients switch off its timeout and its cancellation by headers, and echoes any `x-request-id`. Its
 entry loads `middlewares` where the environment of the Ray processes has
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=app.api.edge:middlewares`, as `scripts/serve` sets it. Without it the app
-works the same for well-meaning clients.
+works the same for well-meaning clients, and a request counts as received when it reaches the ingress.
 """
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from starlette.middleware import Middleware
 
 from app.api.http import clean_request_id
+from app.telemetry.timeline import read_clock
+from app.types import ClockReading
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,8 +31,13 @@ _DROPPED = frozenset(
         b"x-data-parallel-rank",
         b"serve_multiplexed_model_id",
         b"serve-multiplexed-model-id",
+        b"x-sluice-received",
     }
 )
+_RECEIVED = "x-sluice-received"
+_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+# Older ones are not this request's.
+_MAX_AGE_S = 60.0
 
 
 class EdgeHeaders:
@@ -39,7 +49,8 @@ class EdgeHeaders:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its headers cleaned."""
         if scope["type"] == "http":
-            scope = {**scope, "headers": clean_headers(scope["headers"])}
+            arrival = f"{read_clock().boot_id} {time.monotonic():.6f}"
+            scope = {**scope, "headers": [*clean_headers(scope["headers"]), (_RECEIVED.encode(), arrival.encode())]}
         await self._app(scope, receive, send)
 
 
@@ -55,6 +66,21 @@ def clean_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes
             kept.append((name, value))
     request_id = clean_request_id(None if given is None else given.decode("latin-1"))
     return [*kept, (b"x-request-id", request_id.encode())]
+
+
+def received_at(headers: Mapping[str, str], now: float, clock: ClockReading) -> float:
+    """When the request arrived: at the entry, if that is on this machine and cleans headers, else `now`.
+
+    In seconds on `clock`. Without the entry's cleaning the header could be anybody's, so it is not believed.
+    """
+    if os.environ.get(_CALLBACK) != "app.api.edge:middlewares":
+        return now
+    boot_id, _, stamp = headers.get(_RECEIVED, "").partition(" ")
+    try:
+        arrival = float(stamp)
+    except ValueError:
+        return now
+    return arrival if boot_id == clock.boot_id and now - _MAX_AGE_S < arrival <= now else now
 
 
 def middlewares() -> list[Middleware]:

@@ -13,6 +13,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as ge
 from opentelemetry.trace import Span, SpanKind
 from starlette.datastructures import Headers
 
+from app.api.edge import received_at
 from app.api.http import ClientGone, Responder, clean_request_id, error_event, read_json_object, until_client_gone
 from app.config import SluiceConfig
 from app.errors import EngineError, InternalError, InvalidRequest, NotFound, ReplicaLost, RequestError
@@ -110,9 +111,9 @@ class Generation:
             self._close(exchange)
 
     def _open(self, scope: Scope, send: Send) -> _Exchange:
-        received = time.monotonic()
         clock = read_clock()
         headers = Headers(scope=scope)
+        received = received_at(headers, time.monotonic(), clock)
         given_id = headers.get("x-request-id")
         request_id = clean_request_id(given_id)
         span = self._tracing.start(

@@ -1,6 +1,9 @@
 """What Ray Serve's entry lets through."""
 
-from app.api.edge import clean_headers, middlewares
+import pytest
+
+from app.api.edge import clean_headers, middlewares, received_at
+from app.types import ClockReading
 
 
 def test_steering_headers_are_dropped_and_others_kept() -> None:
@@ -9,6 +12,7 @@ def test_steering_headers_are_dropped_and_others_kept() -> None:
         (b"X-Request-Timeout-Seconds", b"0"),
         (b"x-request-disconnect-disabled", b"?1"),
         (b"x-vllm-priority", b"-9"),
+        (b"x-sluice-received", b"here 1"),
         (b"authorization", b"Bearer k"),
         (b"traceparent", b"00-1"),
     ]
@@ -31,3 +35,30 @@ def test_ray_serve_accepts_the_middlewares() -> None:
     from ray.serve._private.http_util import validate_http_proxy_callback_return
 
     assert validate_http_proxy_callback_return(middlewares())
+
+
+CLOCK = ClockReading(boot_id="here", wall_offset=0.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("here 99.5", 99.5),
+        ("here 100.5", 100.0),  # not yet
+        ("here 10.0", 100.0),  # too long ago
+        ("elsewhere 99.5", 100.0),
+        ("here nan", 100.0),
+        ("here", 100.0),
+        ("", 100.0),
+    ],
+)
+def test_the_arrival_is_the_entrys_where_it_is_plausible(
+    monkeypatch: pytest.MonkeyPatch, value: str, expected: float
+) -> None:
+    monkeypatch.setenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", "app.api.edge:middlewares")
+    assert received_at({"x-sluice-received": value}, 100.0, CLOCK) == expected
+
+
+def test_the_arrival_of_an_entry_that_does_not_clean_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", raising=False)
+    assert received_at({"x-sluice-received": "here 99.5"}, 100.0, CLOCK) == 100.0
