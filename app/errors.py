@@ -120,7 +120,7 @@ class InternalError(RequestError):
 
 
 class EngineError(RequestError):
-    """An error that vLLM's OpenAI layer gave, with its own status and type."""
+    """An error that vLLM's OpenAI layer gave and that none of the others stands for."""
 
     def __init__(self, status: int, kind: str, message: str, param: str | None) -> None:
         super().__init__(message, param=param)
@@ -128,3 +128,12 @@ class EngineError(RequestError):
         self.kind = kind  # type: ignore[misc]
         self.outcome = "rejected" if status < 500 or status == 503 else "failed"  # type: ignore[misc]
         self.retryable = status == 503  # type: ignore[misc]
+
+
+def from_engine(status: int, kind: str, message: str, param: str | None) -> RequestError:
+    """What vLLM's OpenAI layer says of a request, as one of these errors."""
+    if status == InvalidRequest.status:
+        return InvalidRequest(message, param=param)
+    if status == NotFound.status:
+        return NotFound(message, param=param)
+    return EngineError(status, kind, message, param)

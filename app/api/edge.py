@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from starlette.middleware import Middleware
@@ -20,7 +20,7 @@ from app.telemetry.timeline import read_clock
 from app.types import ClockReading
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # Headers by which a client would steer Ray or vLLM.
 _DROPPED = frozenset(
@@ -41,17 +41,36 @@ _MAX_AGE_S = 60.0
 
 
 class EdgeHeaders:
-    """ASGI middleware that drops steering headers and cleans the request id."""
+    """ASGI middleware that drops steering headers, cleans the request id, and counts clients that leave."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, client_left: Callable[[], None]) -> None:
         self._app = app
+        self._client_left = client_left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its headers cleaned."""
-        if scope["type"] == "http":
-            arrival = f"{read_clock().boot_id} {time.monotonic():.6f}"
-            scope = {**scope, "headers": [*clean_headers(scope["headers"]), (_RECEIVED.encode(), arrival.encode())]}
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        arrival = f"{read_clock().boot_id} {time.monotonic():.6f}"
+        scope = {**scope, "headers": [*clean_headers(scope["headers"]), (_RECEIVED.encode(), arrival.encode())]}
+        over = False
+
+        async def watched_receive() -> Message:
+            nonlocal over
+            message = await receive()
+            if message["type"] == "http.disconnect" and not over:
+                over = True
+                self._client_left()
+            return message
+
+        async def watched_send(message: Message) -> None:
+            nonlocal over
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                over = True
+            await send(message)
+
+        await self._app(scope, watched_receive, watched_send)
 
 
 def clean_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -85,4 +104,6 @@ def received_at(headers: Mapping[str, str], now: float, clock: ClockReading) -> 
 
 def middlewares() -> list[Middleware]:
     """What Ray Serve's HTTP entry loads."""
-    return [Middleware(EdgeHeaders)]
+    from app.telemetry.metrics import EntryMetrics
+
+    return [Middleware(EdgeHeaders, client_left=EntryMetrics().client_left)]

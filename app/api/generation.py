@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from app.api.edge import received_at
 from app.api.http import ClientGone, Responder, clean_request_id, error_event, read_json_object, until_client_gone
 from app.config import SluiceConfig
-from app.errors import EngineError, InternalError, InvalidRequest, NotFound, ReplicaLost, RequestError
+from app.errors import InternalError, InvalidRequest, ReplicaLost, RequestError, from_engine
 from app.routing.classify import classify, home_pool
 from app.telemetry.timeline import read_clock, server_timing, with_facts
 from app.telemetry.tracing import Tracing, carrier_from_headers, end_span, mark_outcome
@@ -208,10 +208,11 @@ class Generation:
         self._learn(exchange, head)
         if head.error is not None:
             kind, message, param = head.error
-            raise _engine_error(head.status, kind, message, param)
+            raise from_engine(head.status, kind, message, param)
         if head.final:
             timing = server_timing(exchange.timeline, time.monotonic())
             await responder.send_json(head.status, head.body, {"server-timing": timing})
+            await stream.drain()
             return
         await responder.begin_stream(head.body)
         exchange.timeline.first_sent = time.monotonic()
@@ -275,11 +276,3 @@ def _without_steering_fields(body: JsonObject) -> JsonObject:
         if body.get(name) is not None:
             raise InvalidRequest(f"`{name}` cannot be set by clients of this server.", param=name)
     return {name: value for name, value in body.items() if name not in _REFUSED_FIELDS + _DROPPED_FIELDS}
-
-
-def _engine_error(status: int, kind: str, message: str, param: str | None) -> RequestError:
-    if status == 400:
-        return InvalidRequest(message, param=param)
-    if status == 404:
-        return NotFound(message, param=param)
-    return EngineError(status, kind, message, param)

@@ -72,9 +72,14 @@ def _packaged_template(path: Path) -> Path:
 
 def _further_args(pool: PoolConfig, where: str = "engine.vllm.") -> dict[str, Any]:
     """`engine.vllm`, with mappings turned into vLLM's configuration classes where it wants those."""
+    defaults = {
+        field.name: field.default_factory() if callable(field.default_factory) else field.default
+        for field in dataclasses.fields(AsyncEngineArgs)
+        if field.name in pool.engine.vllm
+    }
     further: dict[str, Any] = {}
     for key, value in pool.engine.vllm.items():
-        default = getattr(AsyncEngineArgs(model=""), key)
+        default = defaults[key]
         if isinstance(value, dict) and dataclasses.is_dataclass(default):
             try:
                 value = type(default)(**value)  # type: ignore[misc]

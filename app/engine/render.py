@@ -19,7 +19,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 
 from app.config import SluiceConfig
 from app.engine.arguments import chat_template, render_args
-from app.errors import EngineError, InvalidRequest, NotFound, RequestError
+from app.errors import InvalidRequest, RequestError, from_engine
 from app.types import JsonObject, Rendered, Route
 
 # Where validation errors of one request are many, the first few say enough.
@@ -77,7 +77,7 @@ class Renderer:
         except ValidationError as error:
             raise _from_validation(error) from None
         except Exception as error:
-            raise from_error_response(create_error_response(error)) from error
+            raise _from_error_response(create_error_response(error)) from error
 
     def _check_choices(self, sequences: int) -> None:
         if sequences > self._max_choices:
@@ -90,7 +90,7 @@ class Renderer:
     async def _check_model(self, name: str | None) -> None:
         error = await self._models.check_model(name)
         if error is not None:
-            raise from_error_response(error)
+            raise _from_error_response(error)
 
     async def _render(self, route: Route, request: Any, choices: int) -> Rendered:
         if route == "chat":
@@ -99,7 +99,7 @@ class Renderer:
         else:
             inputs = await self._renderer.render_completion(request, skip_mm_cache=True)
         if isinstance(inputs, ErrorResponse):
-            raise from_error_response(inputs)
+            raise _from_error_response(inputs)
         self._check_choices(choices * len(inputs))
         lengths = [extract_prompt_len(self._model_config, item) for item in inputs]
         if route == "chat" and request.max_completion_tokens is not None:
@@ -157,14 +157,9 @@ def _count_prompts(prompt: object) -> int:
     return 1
 
 
-def from_error_response(response: Any) -> RequestError:
-    """vLLM's ErrorResponse as one of this app's errors."""
+def _from_error_response(response: Any) -> RequestError:
     error = response.error
-    if error.code == 404:
-        return NotFound(error.message, param=error.param)
-    if error.code == 400:
-        return InvalidRequest(error.message, param=error.param)
-    return EngineError(error.code, error.type, error.message, error.param)
+    return from_engine(error.code, error.type, error.message, error.param)
 
 
 def _from_validation(error: ValidationError) -> InvalidRequest:

@@ -262,11 +262,9 @@ class VLLMEngine:
         if response.error.code >= 500:
             if isinstance(call.error, _CLIENT_MISTAKES):
                 response = create_error_response(call.error)
-            elif facts.first_token is None and _is_constrained(request.body):
-                # vLLM reports a grammar that its engine cannot compile as a fault of its own.
-                message = (
-                    "The constraint on the output (response_format, structured_outputs or tools) does not compile."
-                )
+            elif response.error.message == _NO_REASON and _is_constrained(request.body):
+                # vLLM reports a grammar that does not compile, or that no token satisfies, as a fault of its own.
+                message = "The constraint on the output (response_format, structured_outputs or tools) cannot be met."
                 error = ("BadRequestError", message, None)
                 return Head(400, b"", final=True, facts=facts, error=error)
         told = response.error

@@ -95,6 +95,12 @@ class ReplicaStream:
             if isinstance(item, Tail):
                 return
 
+    async def drain(self) -> None:
+        """Read to the end after a final Head, so that Ray counts the call as done, not as abandoned."""
+        with _ray_errors(self._pool):
+            async for _ in self._response:
+                pass
+
     async def _next(self) -> ReplicaItem:
         with _ray_errors(self._pool):
             try:

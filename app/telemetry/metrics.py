@@ -87,3 +87,16 @@ class RequestMetrics:
         if tpot is not None:
             self._tpot.observe(tpot, tags)
         self._total.observe(end - timeline.received, tags)
+
+
+class EntryMetrics:
+    """Counts what only Ray Serve's HTTP entry sees."""
+
+    def __init__(self) -> None:
+        self._disconnects = Counter(
+            "sluice_client_disconnects", "Clients that went away before their answer was complete."
+        )
+
+    def client_left(self) -> None:
+        """A client went away before its answer was complete, perhaps before the request reached an ingress."""
+        self._disconnects.inc()

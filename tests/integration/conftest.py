@@ -37,6 +37,11 @@ class LocalApp:
         )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on the shared app last: it stays up to the end, and others start or stop clusters of their own."""
+    items.sort(key=lambda item: "local_app" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def local_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalApp]:
     """./scripts/serve with local.yaml, its spans sent to a receiver; this process joins its Ray cluster."""

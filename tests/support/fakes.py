@@ -82,6 +82,9 @@ class FakeStream:
             raise item
         return item
 
+    async def drain(self) -> None:
+        assert self.items.empty()
+
     def cancel(self) -> None:
         self.cancelled = True
 

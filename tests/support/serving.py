@@ -28,15 +28,22 @@ _T = TypeVar("_T")
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-def wait_for(what: str, ask: Callable[[], _T | None], timeout_s: float = 60.0, every_s: float = 0.1) -> _T:
-    """Ask until the answer is neither None nor False."""
+def wait_for(
+    what: str,
+    ask: Callable[[], _T | None],
+    timeout_s: float = 60.0,
+    every_s: float = 0.1,
+    otherwise: Callable[[], object] | None = None,
+) -> _T:
+    """Ask until the answer is neither None nor False; `otherwise` adds to what the failure tells."""
     deadline = time.monotonic() + timeout_s
     while True:
         answer = ask()
         if answer is not None and answer is not False:
             return answer
         if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within {timeout_s:g} s")
+            told = f": {otherwise()}" if otherwise is not None else ""
+            raise AssertionError(f"{what}: not within {timeout_s:g} s{told}")
         time.sleep(every_s)
 
 

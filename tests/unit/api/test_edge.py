@@ -1,8 +1,9 @@
 """What Ray Serve's entry lets through."""
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
-from app.api.edge import clean_headers, middlewares, received_at
+from app.api.edge import EdgeHeaders, clean_headers, middlewares, received_at
 from app.types import ClockReading
 
 
@@ -62,3 +63,29 @@ def test_the_arrival_is_the_entrys_where_it_is_plausible(
 def test_the_arrival_of_an_entry_that_does_not_clean_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", raising=False)
     assert received_at({"x-sluice-received": "here 99.5"}, 100.0, CLOCK) == 100.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ([], 1),
+        ([{"type": "http.response.start"}, {"type": "http.response.body", "body": b"x", "more_body": True}], 1),
+        ([{"type": "http.response.start"}, {"type": "http.response.body", "body": b"x"}], 0),
+    ],
+)
+async def test_a_client_counts_as_gone_unless_its_answer_was_complete(answer: list[Message], expected: int) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in answer:
+            await send(message)
+        assert (await receive())["type"] == "http.disconnect"
+        assert (await receive())["type"] == "http.disconnect"
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    left: list[None] = []
+    await EdgeHeaders(app, lambda: left.append(None))({"type": "http", "headers": []}, receive, send)
+    assert len(left) == expected
