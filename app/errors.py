@@ -20,6 +20,10 @@ from typing import Any, ClassVar
 from app.types import Outcome
 
 
+# Until the time that a pool needs is known.
+_RETRY_AFTER_S = 1.0
+
+
 class ConfigError(ValueError):
     """The configuration is wrong. The message is one sentence that names the key and the fix."""
 
@@ -28,7 +32,8 @@ class RequestError(Exception):
     """A request that ends without the answer it asked for.
 
     `status`: HTTP status. `kind`: OpenAI's `type` of the error. `outcome`: how metrics and spans count it.
-    `retryable`: the same request may succeed later or elsewhere. `retry_after`: seconds for `Retry-After`.
+    `retryable`: the same request may succeed later or elsewhere. `retry_after`: seconds for `Retry-After`, which every
+    retryable error has.
     """
 
     status: ClassVar[int] = 500
@@ -40,7 +45,7 @@ class RequestError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
-        self.retry_after = retry_after
+        self.retry_after = _RETRY_AFTER_S if retry_after is None and self.retryable else retry_after
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI and vLLM write it."""
@@ -123,7 +128,7 @@ class EngineError(RequestError):
     """An error that vLLM's OpenAI layer gave and that none of the others stands for."""
 
     def __init__(self, status: int, kind: str, message: str, param: str | None) -> None:
-        super().__init__(message, param=param)
+        super().__init__(message, param=param, retry_after=_RETRY_AFTER_S if status == 503 else None)
         self.status = status  # type: ignore[misc]
         self.kind = kind  # type: ignore[misc]
         self.outcome = "rejected" if status < 500 or status == 503 else "failed"  # type: ignore[misc]

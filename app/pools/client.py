@@ -19,8 +19,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from app.errors import AcceptTimeout, InternalError, PoolSaturated, PoolUnavailable, ReplicaLost, RequestError
 from app.types import Accepted, EngineRequest, Head, PoolHealth, ReplicaItem, Tail
 
-# For a full queue, until the drain rate is known.
-_SATURATED_RETRY_AFTER_S = 1.0
+# About what a replica needs to start again.
 _UNAVAILABLE_RETRY_AFTER_S = 5.0
 
 
@@ -32,17 +31,11 @@ def _ray_errors(pool: str) -> Iterator[None]:
     except (RequestError, asyncio.CancelledError):
         raise
     except BackPressureError:
-        raise PoolSaturated(
-            f"The pool `{pool}` has as many waiting requests as it may have; please retry.",
-            retry_after=_SATURATED_RETRY_AFTER_S,
-        ) from None
+        raise PoolSaturated(f"The pool `{pool}` has as many waiting requests as it may have; please retry.") from None
     except DeploymentUnavailableError:
         raise PoolUnavailable(f"The pool `{pool}` is not running.", retry_after=_UNAVAILABLE_RETRY_AFTER_S) from None
     except (RayActorError, TaskCancelledError) as error:
-        raise ReplicaLost(
-            f"The replica of pool `{pool}` that had this request stopped; please retry.",
-            retry_after=_SATURATED_RETRY_AFTER_S,
-        ) from error
+        raise ReplicaLost(f"The replica of pool `{pool}` that had this request stopped; please retry.") from error
     except RayTaskError as error:
         raise InternalError(f"The replica of pool `{pool}` failed with {type(error.cause).__name__}.") from error
     except RayError as error:
