@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 from app.types import Outcome
 
-
 # Until the time that a pool needs is known.
 _RETRY_AFTER_S = 1.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -26,12 +26,12 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: f"{type(error).__name__}-{error.status}")
 def test_what_the_client_raises(error: RequestError) -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(error.status, json=error.body())
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(error.status, json=error.body())
 
-    transport = httpx.MockTransport(answer)
+    transport = httpx2.MockTransport(answer)
     with (
-        httpx.Client(transport=transport) as http_client,
+        httpx2.Client(transport=transport) as http_client,
         openai.OpenAI(base_url="http://test/v1", api_key="k", max_retries=0, http_client=http_client) as client,
         pytest.raises(openai.APIStatusError) as caught,
     ):
