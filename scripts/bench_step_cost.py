@@ -1,7 +1,9 @@
 """Simulated GPU: measured step times against the cost model's formula.
 
 Runs vLLM's real engine on the simulated executor under a few loads and compares how long each step took with what the
-formula gives for it. All times are simulated ones; what the comparison shows is how exactly they are kept.
+formula gives for it. All times are simulated ones; what the comparison shows is how exactly they are kept. `idle` is
+how long the simulated GPU waited for the engine before a step, which is the engine's own CPU time and no part of the
+formula.
 """
 
 from __future__ import annotations
@@ -61,17 +63,23 @@ async def _measure(profile: str, time_scale: float, share: float) -> list[dict[s
 
             await asyncio.gather(*(one(number, index, prompt_tokens, params) for number in range(prompts)))
             (records,) = await engine.collective_rpc("sluice_step_records")
-            ratios = np.array([measured / predicted for *_, predicted, measured in records])
-            late = np.array([measured - predicted for *_, predicted, measured in records]) * 1000
+            predicted = np.array([record["predicted"] for record in records])
+            measured = np.array([record["measured"] for record in records])
+            # The first step's is the time since the load before.
+            idle = np.array([record["idle"] for record in records[1:]]) * 1000
+            ratios = measured / predicted
+            late = (measured - predicted) * 1000
             rows.append(
                 {
                     "load": name,
                     "steps": len(records),
-                    "predicted_ms_median": float(np.median([record[3] for record in records]) * 1000),
+                    "predicted_ms_median": float(np.median(predicted) * 1000),
                     "ratio_p50": float(np.percentile(ratios, 50)),
                     "ratio_p99": float(np.percentile(ratios, 99)),
                     "late_ms_p50": float(np.percentile(late, 50)),
                     "late_ms_p99": float(np.percentile(late, 99)),
+                    "idle_ms_p50": float(np.percentile(idle, 50)),
+                    "idle_ms_p99": float(np.percentile(idle, 99)),
                 }
             )
     finally:
@@ -91,11 +99,15 @@ def main(argv: list[str]) -> int:
     rows = asyncio.run(_measure(options.profile, options.time_scale, 0.25 if options.quick else 1.0))
 
     print(f"\nSimulated {options.profile}, time scale {options.time_scale:g}: measured step time / formula\n")
-    print(f"{'load':18} {'steps':>6} {'formula':>11} {'p50':>7} {'p99':>7} {'late p50':>10} {'late p99':>10}")
+    print(
+        f"{'load':18} {'steps':>6} {'formula':>11} {'p50':>7} {'p99':>7} {'late p50':>10} {'late p99':>10} "
+        f"{'idle p50':>10} {'idle p99':>10}"
+    )
     for row in rows:
         print(
             f"{row['load']:18} {row['steps']:6} {row['predicted_ms_median']:8.2f} ms {row['ratio_p50']:7.3f} "
-            f"{row['ratio_p99']:7.3f} {row['late_ms_p50']:7.2f} ms {row['late_ms_p99']:7.2f} ms"
+            f"{row['ratio_p99']:7.3f} {row['late_ms_p50']:7.2f} ms {row['late_ms_p99']:7.2f} ms "
+            f"{row['idle_ms_p50']:7.2f} ms {row['idle_ms_p99']:7.2f} ms"
         )
     if options.json:
         figures = {"simulated": True, "profile": options.profile, "time_scale": options.time_scale, "loads": rows}

@@ -9,9 +9,8 @@ A step with D decodes, whose contexts hold `ctx` tokens together, and chunks of 
         + t_0 + t_1 D                                                         launching, and per sequence
 
 D' counts the sequences that get a token: the decodes, and each prefill that ends in this step. The symbols are the
-fields of `CostProfile`. Source of form and constants: fitted to Vidur's H100 kernel profiles (e_w, e_g, x) and BLIS
-(t_1); e_k, e_a and t_0 are estimates. Against published measurements of vLLM's decode steps it is within 3 %, against
-TensorRT-LLM's throughput within -13 to +19 %.
+fields of `CostProfile`, which name their units and sources. Against published measurements of vLLM's decode steps it
+is within 3 %, against TensorRT-LLM's throughput within -13 to +19 %.
 """
 
 from __future__ import annotations
@@ -30,26 +29,50 @@ from app.errors import ConfigError
 class CostProfile(BaseModel):
     """A model on a GPU, as far as the time of a step depends on it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    linear_parameters: float = Field(gt=0, description="P: parameters of the linear layers, without the lm_head.")
-    lm_head_parameters: float = Field(gt=0, description="lm: parameters of the lm_head.")
-    weight_bytes: float = Field(gt=0, description="W: bytes of weights read per step.")
-    kv_bytes_per_token: float = Field(gt=0, description="kv: bytes of KV cache per token, over all layers.")
-    layers: int = Field(gt=0, description="L: layers.")
-    attention_width: int = Field(gt=0, description="h: attention heads times head size.")
-    bandwidth: float = Field(gt=0, description="BW: memory bandwidth, bytes/s.")
-    flops: float = Field(gt=0, description="F: dense peak at the weights' precision, FLOP/s.")
-    weight_read_efficiency: float = Field(0.77, gt=0, le=1, description="e_w: share of BW when reading weights.")
-    gemm_efficiency: float = Field(0.65, gt=0, le=1, description="e_g: share of F in linear layers.")
-    attention_efficiency: float = Field(0.5, gt=0, le=1, description="e_a: share of F in the prefill's attention.")
-    kv_read_efficiency: float = Field(0.75, gt=0, le=1, description="e_k: share of BW when reading the KV cache.")
-    overlap_exponent: float = Field(
-        1.5, ge=1, description="x: 1 adds reading and computing up, infinity overlaps them."
+    linear_parameters: float = Field(
+        gt=0, description="P: parameters of the linear layers, without the lm_head. Source: the model's config.json."
     )
-    seconds_per_step: float = Field(0.5e-3, ge=0, description="t_0: fixed, seconds.")
-    seconds_per_sequence: float = Field(4.4e-6, ge=0, description="t_1: per decode, seconds.")
-    kv_capacity_tokens: int = Field(gt=0, description="Tokens that the KV cache holds at a utilisation of 0.9.")
+    lm_head_parameters: float = Field(
+        gt=0, description="lm: parameters of the lm_head, vocabulary times hidden size. Source: config.json."
+    )
+    weight_bytes: float = Field(
+        gt=0, description="W: bytes of weights read per step; the embedding table isn't. Source: (P + lm) times width."
+    )
+    kv_bytes_per_token: int = Field(
+        gt=0,
+        description="kv: bytes of KV cache per token, over all layers. Source: 2 * layers * KV heads * head * width.",
+    )
+    layers: int = Field(gt=0, description="L: layers. Source: config.json.")
+    attention_width: int = Field(gt=0, description="h: attention heads times head size. Source: config.json.")
+    bandwidth: float = Field(gt=0, description="BW: memory bandwidth, bytes/s. Source: the GPU's data sheet.")
+    flops: float = Field(
+        gt=0, description="F: dense peak at the weights' precision, FLOP/s. Source: the GPU's data sheet."
+    )
+    weight_read_efficiency: float = Field(
+        0.77, gt=0, le=1, description="e_w: share of BW when reading weights. Source: Vidur's H100 kernel profiles."
+    )
+    gemm_efficiency: float = Field(
+        0.65, gt=0, le=1, description="e_g: share of F in linear layers. Source: Vidur's H100 kernel profiles."
+    )
+    attention_efficiency: float = Field(
+        0.5, gt=0, le=1, description="e_a: share of F in the prefill's attention. Source: an estimate."
+    )
+    kv_read_efficiency: float = Field(
+        0.75, gt=0, le=1, description="e_k: share of BW when reading the KV cache. Source: an estimate."
+    )
+    overlap_exponent: float = Field(
+        1.5,
+        ge=1,
+        description="x: 1 adds reading and computing up, infinity overlaps them. Source: Vidur's H100 kernel profiles.",
+    )
+    seconds_per_step: float = Field(0.5e-3, ge=0, description="t_0: fixed, seconds. Source: an estimate.")
+    seconds_per_sequence: float = Field(4.4e-6, ge=0, description="t_1: per decode, seconds. Source: BLIS.")
+    kv_capacity_tokens: int = Field(
+        gt=0,
+        description="Tokens that the KV cache holds. Source: what weights and activations leave of 0.9 of the memory.",
+    )
     hf_overrides: dict[str, Any] = Field(
         default_factory=dict,
         description="The model's shape, as its config.json says it; replaces the tokenizer folder's.",
@@ -95,11 +118,22 @@ def load_profile(name: str) -> CostProfile:
         known = ", ".join(f"`{profile}`" for profile in PROFILES)
         raise ConfigError(f"cost profile `{name}` is neither a file nor one of {known}")
     try:
-        return CostProfile.model_validate(yaml.safe_load(path.read_text()))
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {describe_validation_error(error)}") from None
+        document = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read as a cost profile: {' '.join(str(error).split())}") from None
+    return parse_profile(document, str(path))
+
+
+def parse_profile(document: Any, where: str) -> CostProfile:
+    """The profile that a mapping of `CostProfile`'s fields describes; `where` it stands, for the message.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    try:
+        return CostProfile.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {describe_validation_error(error)}") from None
 
 
 def step_seconds(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,11 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.v1.engine import core as vllm_core
+from vllm.v1.request import Request
 
+from app.engine.simulated import SimulatedExecutor, simulated_engine_args
 from tests.support.models import llama_shape, tokenizer_folder
 from tests.support.serving import free_port, get, open_client, running, wait_for
 
@@ -84,6 +88,14 @@ def test_answers_are_as_long_as_asked_and_repeatable(server: Server) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == first.choices[0].text
 
 
+def test_min_tokens_outlast_a_grammar_that_could_end(server: Server) -> None:
+    fields = {"structured_outputs": {"regex": "[a-z ]*"}}
+    assert server.complete("x", max_tokens=30, extra_body=fields).usage.completion_tokens == 1
+    answer = server.complete("x", max_tokens=30, extra_body={**fields, "min_tokens": 12})
+    assert answer.usage.completion_tokens == 13
+    assert answer.choices[0].finish_reason == "stop"
+
+
 def test_prefixes_are_cached(server: Server) -> None:
     prompt = "A prefix that nobody else uses. " * 40
     server.complete(prompt, max_tokens=1)
@@ -128,6 +140,12 @@ def test_logprobs_of_answer_and_prompt(server: Server) -> None:
     assert [entry.logprob for entry in content] == [0.0, 0.0, 0.0]
     assert [[top.logprob for top in entry.top_logprobs] for entry in content] == [[0.0, -9999.0]] * 3
 
+    top = server.complete("a b c", max_tokens=3, logprobs=2).choices[0].logprobs.top_logprobs
+    assert [sorted(entry.values()) for entry in top] == [[-9999.0, 0.0]] * 3
+
+    named = server.complete("a b c", max_tokens=1, logprobs=0, extra_body={"logprob_token_ids": [500, 501]})
+    assert sorted(named.choices[0].logprobs.top_logprobs[0].values()) == [-9999.0, -9999.0, 0.0]
+
     choice = server.complete("a b c", max_tokens=3, extra_body={"prompt_logprobs": 0}).choices[0]
     first, *rest = choice.prompt_logprobs
     assert first is None
@@ -166,3 +184,102 @@ def test_what_is_not_simulated_is_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(AssertionError), vllm_server(log, "--enable-lora"):
         pass
     assert "The simulated GPU does not support LoRA; switch it off or use a real executor." in log.read_text()
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Builds engine cores in this process, without the lasting marks that vLLM's leave on one."""
+    monkeypatch.setattr(vllm_core, "enable_envs_cache", lambda: None)
+    monkeypatch.setattr(vllm_core, "freeze_gc_heap", lambda: None)
+
+    def build(is_asynchronous: bool = False, **fields: Any) -> Any:
+        return vllm_core.EngineCore(vllm_config(is_asynchronous, **fields), SimulatedExecutor, log_stats=True)
+
+    return build
+
+
+def vllm_config(is_asynchronous: bool = False, **fields: Any) -> Any:
+    args = {
+        "model": str(tokenizer_folder()), "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512,
+        **simulated_engine_args("h100-llama-3.1-8b", 0.02), **fields,
+    }  # fmt: skip
+    config = AsyncEngineArgs(**args).create_engine_config()
+    # The CPU build switches it off on the way; on a GPU machine it is the default.
+    config.scheduler_config.async_scheduling = is_asynchronous
+    return config
+
+
+def answers(core: Any) -> dict[str, list[int]]:
+    """The tokens of six requests that run together."""
+    tokens: dict[str, list[int]] = {}
+    for index in range(6):
+        request = Request(
+            request_id=f"r{index}",
+            prompt_token_ids=[1000 + index] * 200,
+            sampling_params=SamplingParams(max_tokens=200, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=core.request_block_hasher,
+        )
+        tokens[request.request_id] = []
+        core.add_request(request)
+    while core.scheduler.has_requests() or core.batch_queue:
+        outputs, _ = core.step_fn()
+        for output in [each for some in (outputs or {}).values() for each in some.outputs]:
+            tokens[output.request_id] += output.new_token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("blocks", [None, 60])
+def test_asynchronous_scheduling_changes_no_answer(
+    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, blocks: int | None
+) -> None:
+    undisturbed = answers(engine())
+    core = engine(is_asynchronous=True, num_gpu_blocks_override=blocks)
+    preempted: list[str] = []
+    preempt = core.scheduler._preempt_request
+
+    def note(request: Any, *args: Any, **kwargs: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(core.scheduler, "_preempt_request", note)
+    assert core.batch_queue_size == 2
+    assert answers(core) == undisturbed
+    assert bool(preempted) == (blocks is not None)
+    records = core.collective_rpc("sluice_step_records")[0]
+    assert len(records) >= 200
+    assert all(record["measured"] >= record["predicted"] for record in records)
+    assert core.collective_rpc("sluice_step_records") == [[]]
+
+
+@pytest.mark.parametrize("fields", [{}, {"hf_overrides": {}}])
+def test_a_kv_cache_given_in_bytes_holds_the_profiles_tokens(
+    engine: Callable[..., Any], fields: dict[str, Any]
+) -> None:
+    """Llama-3.1-8B takes 131,072 bytes per token, whatever shape the folder's own model has."""
+    cache = engine(kv_cache_memory_bytes=1 << 30, **fields).vllm_config.cache_config
+    assert cache.num_gpu_blocks * cache.block_size == 8192
+
+
+def test_what_a_simulated_worker_cannot_do_is_an_error(engine: Callable[..., Any]) -> None:
+    core = engine()
+    with pytest.raises(NotImplementedError, match=r"does not have `save_sharded_state`"):
+        core.collective_rpc("save_sharded_state")
+    with pytest.raises(NotImplementedError, match=r"does not have `repr`"):
+        core.collective_rpc(repr)
+    core.reset_mm_cache()
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"enable_prompt_embeds": True}, "prompt embeddings"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode raw_logits"),
+        ({"runner": "pooling"}, "pooling models"),
+        ({"enable_lora": True}, "LoRA"),
+    ],
+)
+def test_what_is_not_simulated_is_refused(fields: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=f"The simulated GPU does not support {what}; switch it off"):
+        SimulatedExecutor(vllm_config(**fields))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ SMOLLM2 = "smollm2-135m-instruct"
 
 
 def tokenizer_folder() -> Path:
-    """A folder with a real tokenizer and a small model's config.json."""
-    return builtin_model_path(SMOLLM2)
+    """A folder with a real tokenizer and a small model's config.json; SLUICE_TEST_MODEL names another one."""
+    named = os.environ.get("SLUICE_TEST_MODEL")
+    return Path(named) if named else builtin_model_path(SMOLLM2)
 
 
 def llama_shape() -> str:

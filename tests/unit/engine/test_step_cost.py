@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.step_cost import PROFILES, load_profile, step_seconds
+from app.engine.step_cost import PROFILES, load_profile, parse_profile, step_seconds
 from app.errors import ConfigError
 
 H100 = PROFILES["h100-llama-3.1-8b"]
@@ -75,12 +75,24 @@ def test_a_profile_can_come_from_a_file(tmp_path: Path) -> None:
     assert load_profile("h100-llama-3.1-8b") is H100
 
 
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan"), "fast", None])
+def test_a_bandwidth_that_is_none_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"mine\.yaml: bandwidth: "):
+        parse_profile({**H100.model_dump(), "bandwidth": value}, "mine.yaml")
+
+
+def test_a_folder_is_not_a_profile(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read as a cost profile"):
+        load_profile(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (None, "neither a file nor one of `h100-llama-3.1-8b`, `h200-llama-3.1-8b`"),
         ("bandwith: 1", "bandwith: unknown key|this key is missing"),
         ("- 1", "should be a valid dictionary"),
+        ("", "should be a valid dictionary"),
         ("{", "cannot be read as a cost profile"),
     ],
 )
