@@ -168,6 +168,14 @@ def test_a_preempted_request_continues_as_if_nothing_had_happened(gpu: Simulated
     assert tokens == undisturbed
 
 
+def test_a_token_that_the_scheduler_dropped_is_given_again(gpu: SimulatedGpu) -> None:
+    """Asynchronous scheduling drops what was on its way when the prefix cache is reset under running requests."""
+    first, second = answer(gpu, "a", [1, 2, 3], 2)
+    assert run(gpu, scheduled({"b": 3}, [new("b", [1, 2, 3])])).sampled_token_ids == [[first]]
+    assert run(gpu, scheduled({"b": 1}, cached={"b": (3, 1)})).sampled_token_ids == [[second]]
+    assert run(gpu, scheduled({"b": 4}, cached={"b": (0, 1)})).sampled_token_ids == [[second]]
+
+
 def test_finished_and_aborted_requests_leave_nothing(gpu: SimulatedGpu) -> None:
     run(gpu, scheduled({"a": 3, "b": 2}, [new("a", [1, 2, 3]), new("b", [1, 2, 3])]))
     assert gpu.live_requests == 2
