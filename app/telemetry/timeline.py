@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from app.types import ClockReading, EngineFacts, Timeline
@@ -18,8 +19,13 @@ _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 def read_clock() -> ClockReading:
     """This process's monotonic clock, as of now."""
-    boot_id = _BOOT_ID_FILE.read_text().strip() if _BOOT_ID_FILE.exists() else ""
-    return ClockReading(boot_id=boot_id, wall_offset=time.time() - time.monotonic())
+    return ClockReading(boot_id=_boot_id(), wall_offset=time.time() - time.monotonic())
+
+
+@cache
+def _boot_id() -> str:
+    """The kernel's boot, which outlives this process; empty where the kernel does not tell it."""
+    return _BOOT_ID_FILE.read_text().strip() if _BOOT_ID_FILE.exists() else ""
 
 
 def clock_shift(source: ClockReading, target: ClockReading) -> float:
