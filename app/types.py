@@ -94,7 +94,8 @@ class EngineRequest:
 
     `body` is the client's JSON without the fields that steer the server. `prompt_token_ids` holds one list of token
     ids per prompt, or is None where the replica has to render (multi-modal input, echo). `priority` is vLLM's: lower
-    is served first. `timeline` is on the clock that `clock` identifies.
+    is served first. `timeline` is on the clock that `clock` identifies. `ingress` and `number` name the answer on a
+    channel between the two.
     """
 
     request_id: str
@@ -108,6 +109,8 @@ class EngineRequest:
     timeline: Timeline
     clock: ClockReading
     trace_context: dict[str, str] = field(default_factory=dict)
+    ingress: str = ""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +133,42 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Last item of a streamed answer. `failed`: the stream ended with an error event."""
+    """Last item of a streamed answer, with its last SSE bytes. `failed`: it ended with an error event."""
 
     facts: EngineFacts
     failed: bool = False
+    body: bytes = b""
 
 
-# Between Head and Tail a streamed answer is SSE bytes, ready to send.
+# A replica's stream: Accepted, Head, and where the answer is streamed, SSE bytes that are ready to send and a Tail.
 ReplicaItem = Accepted | Head | bytes | Tail
+
+# What a channel carries: answers' numbers and items, in the order in which they belong to each answer.
+Frame = list[tuple[int, ReplicaItem]]
+
+
+@dataclass(frozen=True, slots=True)
+class ToReplica:
+    """Base of calls that are meant for one replica of a pool."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenChannel(ToReplica):
+    """Asks for the stream of frames to the ingress of that name; `channel` numbers them."""
+
+    ingress: str
+    channel: int
+
+
+@dataclass(frozen=True, slots=True)
+class PauseAnswer(ToReplica):
+    """The reader of one answer wants nothing for now, or more again."""
+
+    ingress: str
+    number: int
+    paused: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,13 @@ RayTaskError, and on `DeploymentResponseGenerator.cancel()` reaching a request t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+import uuid
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +22,17 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from app.errors import AcceptTimeout, InternalError, PoolSaturated, PoolUnavailable, ReplicaLost, RequestError
-from app.types import Accepted, EngineRequest, Head, PoolHealth, ReplicaItem, Tail
+from app.pools.channel import Mailbox
+from app.types import Accepted, EngineRequest, Head, OpenChannel, PauseAnswer, PoolHealth, ReplicaItem, Tail
+
+logger = logging.getLogger("sluice.pools")
 
 # About what a replica needs to start again.
 _UNAVAILABLE_RETRY_AFTER_S = 5.0
+# How much of an answer may wait here for its reader before its replica is asked to hold it back.
+MAILBOX_BYTES = 256 << 10
+_CHANNEL_OPEN_S = 10.0
+_CHANNEL_LAG_S = 5.0
 
 
 @contextmanager
@@ -47,10 +59,15 @@ def _ray_errors(pool: str) -> Iterator[None]:
 class ReplicaStream:
     """One request's answer on its way from a replica. Must be cancelled unless it was read to its end."""
 
-    def __init__(self, pool: str, response: Any) -> None:
+    def __init__(self, pool: PoolClient, number: int, response: Any) -> None:
         self._pool = pool
+        self._number = number
         self._response = response
+        self._mailbox = Mailbox(MAILBOX_BYTES, self._full)
+        self._reader = pool._keep(self._read_call())
+        self._is_over = False
         self.replica_id: str | None = None
+        self.channel: int | None = None
 
     async def accepted(self, timeout_s: float) -> None:
         """Wait until a replica has taken the request.
@@ -61,50 +78,79 @@ class ReplicaStream:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                item = await self._next()
+                item = await self._mailbox.take()
         except TimeoutError:
             raise AcceptTimeout(
-                f"No replica of pool `{self._pool}` accepted the request within {timeout_s:g} s.",
+                f"No replica of pool `{self._pool.name}` accepted the request within {timeout_s:g} s.",
                 retry_after=_UNAVAILABLE_RETRY_AFTER_S,
             ) from None
         if not isinstance(item, Accepted):
-            raise InternalError(f"The replica of pool `{self._pool}` broke the protocol.")
+            raise self._broken_protocol()
         self.replica_id = item.replica_id
+        self._pool._reached(item.replica_id)
 
     async def head(self) -> Head:
         """Wait for the answer's status and first bytes."""
-        item = await self._next()
+        item = await self._mailbox.take()
         if not isinstance(item, Head):
-            raise InternalError(f"The replica of pool `{self._pool}` broke the protocol.")
+            raise self._broken_protocol()
         return item
 
-    async def rest(self) -> AsyncIterator[bytes | Tail]:
-        """What follows the head of a streamed answer; the last item is a Tail."""
-        while True:
-            item = await self._next()
-            if not isinstance(item, bytes | Tail):
-                raise InternalError(f"The replica of pool `{self._pool}` broke the protocol.")
-            yield item
-            if isinstance(item, Tail):
-                return
-
-    async def drain(self) -> None:
-        """Read to the end after a final Head, so that Ray counts the call as done, not as abandoned."""
-        with _ray_errors(self._pool):
-            async for _ in self._response:
-                pass
-
-    async def _next(self) -> ReplicaItem:
-        with _ray_errors(self._pool):
-            try:
-                item: ReplicaItem = await anext(self._response)
-            except StopAsyncIteration:
-                raise ReplicaLost(f"The replica of pool `{self._pool}` stopped answering; please retry.") from None
+    async def more(self) -> bytes | Tail:
+        """What follows the head of a streamed answer, merged while it waited; the last item is a Tail."""
+        item = await self._mailbox.take()
+        if isinstance(item, bytes):
             return item
+        if not isinstance(item, Tail):
+            raise self._broken_protocol()
+        return item
 
     def cancel(self) -> None:
         """Stop the request wherever it is; harmless after its end."""
+        self._pool._ended(self._number)
         self._response.cancel()
+        self._reader.cancel()
+
+    def deliver(self, item: ReplicaItem, channel: int | None) -> None:
+        """An item that came by a channel, or by the request's own call."""
+        self.channel = channel
+        self._mailbox.put(item)
+        if isinstance(item, Tail) or (isinstance(item, Head) and item.final):
+            self._is_over = True
+            self._pool._ended(self._number)
+
+    def lose(self) -> None:
+        """Nothing more will come from the replica."""
+        self._mailbox.fail(self._lost())
+
+    async def _read_call(self) -> None:
+        """Read the request's own call: it carries the items where there is no channel, and tells how it ended.
+
+        It is read to its end, so that Ray counts it as done, not as abandoned.
+        """
+        try:
+            with _ray_errors(self._pool.name):
+                async for item in self._response:
+                    self.deliver(item, None)
+                    await self._mailbox.has_room()
+        except RequestError as error:
+            self._mailbox.fail(error)
+            return
+        if not self._is_over and (self.channel is not None or self.replica_id is None):
+            # The channel may be a moment behind the call.
+            await asyncio.sleep(_CHANNEL_LAG_S)
+        if not self._is_over:
+            self.lose()
+
+    def _full(self, full: bool) -> None:
+        if self.channel is not None and self.replica_id is not None:
+            self._pool._ask_to_pause(self.replica_id, self._number, full)
+
+    def _lost(self) -> ReplicaLost:
+        return ReplicaLost(f"The replica of pool `{self._pool.name}` stopped answering; please retry.")
+
+    def _broken_protocol(self) -> InternalError:
+        return InternalError(f"The replica of pool `{self._pool.name}` broke the protocol.")
 
 
 class PoolClient:
@@ -113,12 +159,75 @@ class PoolClient:
     def __init__(self, name: str, handle: Any, accept_timeout_s: float) -> None:
         self.name = name
         self.accept_timeout_s = accept_timeout_s
+        # Names this process on its channels.
+        self._ingress = uuid.uuid4().hex
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, ReplicaStream] = {}
+        self._channels: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        # By gRPC instead of Ray's object store; and nothing here needs more than plain pickle, which is a few times
+        # faster than Serve's default.
+        handle = handle.options(_by_reference=False, request_serialization="pickle", response_serialization="pickle")
         self._generate = handle.options(stream=True).generate
+        self._frames = handle.options(stream=True).frames
+        self._pause = handle.pause
 
     def dispatch(self, request: EngineRequest) -> ReplicaStream:
         """Hand a request to Ray, which gives it to a replica."""
+        number = next(self._numbers)
+        request = dataclasses.replace(request, ingress=self._ingress, number=number)
         with _ray_errors(self.name):
-            return ReplicaStream(self.name, self._generate.remote(request))
+            stream = ReplicaStream(self, number, self._generate.remote(request))
+        # Known before anything can arrive for it by a channel.
+        self._streams[number] = stream
+        return stream
+
+    def _reached(self, replica_id: str) -> None:
+        if replica_id not in self._channels:
+            self._channels[replica_id] = asyncio.create_task(self._run_channel(replica_id, next(self._numbers)))
+
+    def _ended(self, number: int) -> None:
+        self._streams.pop(number, None)
+
+    async def _run_channel(self, replica_id: str, channel: int) -> None:
+        """Open a channel to a replica and give what it brings to the answers, until the replica ends it."""
+        response = None
+        streams = self._streams
+        try:
+            with _ray_errors(self.name):
+                response = self._frames.remote(OpenChannel(replica_id, self._ingress, channel))
+                async with asyncio.timeout(_CHANNEL_OPEN_S):
+                    await anext(response)
+                async for frame in response:
+                    for number, item in frame:
+                        # Answers whose client has left are still on their way for a moment.
+                        stream = streams.get(number)
+                        if stream is not None:
+                            stream.deliver(item, channel)
+        except (RequestError, TimeoutError) as error:
+            logger.info("the channel to replica %s of pool %s ended: %s", replica_id, self.name, error)
+        finally:
+            del self._channels[replica_id]
+            if response is not None:
+                response.cancel()
+            for stream in list(streams.values()):
+                if stream.channel == channel:
+                    stream.lose()
+
+    def _ask_to_pause(self, replica_id: str, number: int, paused: bool) -> None:
+        self._keep(self._send_pause(PauseAnswer(replica_id, self._ingress, number, paused)))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that lives until its end, whoever forgets it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _send_pause(self, request: PauseAnswer) -> None:
+        # A replica that cannot be told any more has lost the answer anyway.
+        with contextlib.suppress(RequestError), _ray_errors(self.name):
+            await self._pause.remote(request)
 
 
 class HealthWatch:

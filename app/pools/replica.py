@@ -10,10 +10,24 @@ from opentelemetry.trace import SpanKind
 from ray import serve
 
 from app.config import ModelConfig, PoolConfig, TracingConfig
-from app.engine.environment import prepare_engine_process
+from app.engine.environment import prepare_engine_process, settle_process
+from app.pools.channel import Outbox
 from app.telemetry.timeline import clock_shift, read_clock, with_facts
 from app.telemetry.tracing import Tracing, end_span, mark_outcome
-from app.types import Accepted, EngineRequest, Head, Outcome, ReplicaItem, Tail
+from app.types import (
+    Accepted,
+    EngineRequest,
+    Frame,
+    Head,
+    OpenChannel,
+    Outcome,
+    PauseAnswer,
+    ReplicaItem,
+    Tail,
+)
+
+# A channel without answers is closed after this time, so that a replica that is stopped need not wait for it.
+_CHANNEL_IDLE_S = 3.0
 
 
 class VLLMReplica:
@@ -31,17 +45,32 @@ class VLLMReplica:
         self._tracing = Tracing(tracing, role=pool)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._engine = VLLMEngine(model, config, ray_metrics=True)
+        self._outboxes: dict[str, Outbox] = {}
+        settle_process()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[ReplicaItem]:
-        """The items of one request's answer: Accepted, Head and, if it is streamed, SSE bytes and a Tail."""
+        """The items of one request's answer: Accepted, Head and, if it is streamed, SSE bytes and a Tail.
+
+        Where there is a channel to the request's ingress they go by that, and none is left for the call itself.
+        """
         clock = read_clock()
         started = time.monotonic()
-        yield Accepted(self._replica_id)
         call = self._engine.new_call()
+        outbox = self._outboxes.get(request.ingress)
+        call.sink = outlet = None if outbox is None else outbox.open(request.number)
         outcome: Outcome = "cancelled"
         error_type: str | None = None
+        items = self._engine.answer(request, call)
+        # The engine is at work while the ingress is told that it will be.
+        first = asyncio.ensure_future(anext(items))
         try:
-            async for item in self._engine.answer(request, call):
+            accepted = Accepted(self._replica_id)
+            if outlet is None:
+                yield accepted
+            else:
+                outlet.put(accepted)
+            item: ReplicaItem = await first
+            while True:
                 if isinstance(item, Head):
                     if item.error is not None:
                         outcome = "rejected" if item.status < 500 else "failed"
@@ -50,11 +79,26 @@ class VLLMReplica:
                         outcome = "finished"
                 elif isinstance(item, Tail):
                     outcome = "failed" if item.failed else "finished"
-                yield item
+                if outlet is None:
+                    yield item
+                else:
+                    outlet.put(item)
+                    if not isinstance(item, Head) or item.final:
+                        await outlet.left()
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
         except Exception as error:
             outcome, error_type = "failed", type(error).__name__
             raise
         finally:
+            if outlet is not None:
+                outlet.close()
+            if not first.done():
+                first.cancel()
+                await asyncio.wait({first})
+            await items.aclose()
             if self._tracing.enabled:
                 end = time.monotonic()
                 span = self._tracing.start("engine", SpanKind.INTERNAL, request.trace_context, started, clock)
@@ -73,6 +117,27 @@ class VLLMReplica:
                     outcome,
                     attributes,
                 )
+
+    async def frames(self, request: OpenChannel) -> AsyncIterator[str | Frame]:
+        """A channel to one ingress: this replica's id, then frames."""
+        if request.replica_id != self._replica_id:
+            raise ValueError(f"{self._replica_id} is not the replica that {request} is for")
+        yield self._replica_id
+        outbox = Outbox(request.channel, _CHANNEL_IDLE_S)
+        self._outboxes[request.ingress] = outbox
+        try:
+            async for frame in outbox.frames():
+                yield frame
+        finally:
+            if self._outboxes.get(request.ingress) is outbox:
+                del self._outboxes[request.ingress]
+            outbox.break_up()
+
+    async def pause(self, request: PauseAnswer) -> None:
+        """Hold an answer back, or go on with it."""
+        outbox = self._outboxes.get(request.ingress)
+        if outbox is not None and request.replica_id == self._replica_id:
+            outbox.pause(request.number, request.paused)
 
     async def unfinished_requests(self) -> int:
         """Sequences that the engine has not finished."""

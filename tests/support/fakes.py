@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 from app.telemetry.timeline import read_clock
@@ -68,22 +67,16 @@ class FakeStream:
         assert isinstance(item, Head)
         return item
 
-    async def rest(self) -> AsyncIterator[bytes | Tail]:
-        while True:
-            item = await self._next()
-            assert isinstance(item, bytes | Tail)
-            yield item
-            if isinstance(item, Tail):
-                return
+    async def more(self) -> bytes | Tail:
+        item = await self._next()
+        assert isinstance(item, bytes | Tail)
+        return item
 
     async def _next(self) -> Head | bytes | Tail:
         item = await self.items.get()
         if isinstance(item, Exception):
             raise item
         return item
-
-    async def drain(self) -> None:
-        assert self.items.empty()
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -110,7 +103,11 @@ class FakeMetrics:
 
     def __init__(self) -> None:
         self.in_flight = 0
+        self.slow_readers: list[str] = []
         self.ends: list[tuple[str, str, Outcome, Timeline]] = []
+
+    def slow_reader(self, service_class: str) -> None:
+        self.slow_readers.append(service_class)
 
     def entered(self, service_class: str) -> None:
         self.in_flight += 1

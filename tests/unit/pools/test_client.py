@@ -19,33 +19,142 @@ from app.errors import (
     ReplicaLost,
     RequestError,
 )
-from app.pools.client import PoolClient, ReplicaStream
-from app.types import Accepted, Head, Tail
+from app.pools.client import MAILBOX_BYTES, PoolClient, ReplicaStream
+from app.telemetry.timeline import read_clock
+from app.types import Accepted, EngineRequest, Head, OpenChannel, PauseAnswer, Tail, Timeline
 from tests.support.fakes import facts
 
 
 class Response:
-    """A DeploymentResponseGenerator in the test's hands."""
+    """A DeploymentResponseGenerator in the test's hands: its items, errors, and None for nothing more to come."""
 
     def __init__(self, *items: Any) -> None:
-        self._items = list(items)
+        self._items = asyncio.Queue[Any]()
+        self.put(*items)
         self.cancelled = False
+
+    def put(self, *items: Any) -> None:
+        for item in items:
+            self._items.put_nowait(item)
+
+    def end(self) -> None:
+        self._items.put_nowait(StopAsyncIteration())
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
-        if not self._items:
-            raise StopAsyncIteration
-        item = self._items.pop(0)
+        item = await self._items.get()
         if isinstance(item, Exception):
             raise item
-        if item is None:
-            await asyncio.Event().wait()
         return item
 
     def cancel(self) -> None:
         self.cancelled = True
+
+
+class Handle:
+    """A DeploymentHandle that answers each call with what the test has prepared."""
+
+    def __init__(self) -> None:
+        self.answers: list[Response] = []
+        self.channels: list[Response] = []
+        self.opened: list[OpenChannel] = []
+        self.pauses: list[PauseAnswer] = []
+        self.requests: list[EngineRequest] = []
+
+    def options(self, **options: Any) -> Handle:
+        return self
+
+    @property
+    def generate(self) -> Any:
+        def remote(request: EngineRequest) -> Response:
+            self.requests.append(request)
+            return self.answers.pop(0)
+
+        return Method(remote)
+
+    @property
+    def frames(self) -> Any:
+        def remote(request: OpenChannel) -> Response:
+            self.opened.append(request)
+            return self.channels.pop(0)
+
+        return Method(remote)
+
+    @property
+    def pause(self) -> Any:
+        async def remote(request: PauseAnswer) -> None:
+            self.pauses.append(request)
+
+        return Method(remote)
+
+
+class Method:
+    """One method of a handle."""
+
+    def __init__(self, remote: Any) -> None:
+        self.remote = remote
+
+
+def request() -> EngineRequest:
+    clock = read_clock()
+    return EngineRequest(
+        request_id="r",
+        route="chat",
+        body={},
+        prompt_token_ids=None,
+        service_class="c",
+        service_tier="default",
+        pool="p",
+        priority=0,
+        timeline=Timeline(received=0.0),
+        clock=clock,
+    )
+
+
+HEAD, TAIL = Head(200, b"1", final=False, facts=facts()), Tail(facts())
+
+
+class Bench:
+    """A PoolClient on a Handle."""
+
+    def __init__(self) -> None:
+        self.handle = Handle()
+        self.client = PoolClient("p", self.handle, 5.0)
+
+    def send(self, *items: Any) -> tuple[ReplicaStream, Response]:
+        response = Response(*items)
+        self.handle.answers.append(response)
+        self.handle.channels.append(Response())
+        return self.client.dispatch(request()), response
+
+    async def accepted_on_channel(self) -> tuple[ReplicaStream, Response, Response]:
+        """An answer whose items come by a channel to replica `r`, accepted; its call and the channel."""
+        channel = Response("r")
+        first, call = self.send(Accepted("r"))
+        self.handle.channels = [channel]
+        await first.accepted(5)
+        first.cancel()
+        call.end()
+        stream, call = self.send()
+        channel.put([(self.handle.requests[-1].number, Accepted("r"))])
+        await stream.accepted(5)
+        return stream, call, channel
+
+    @property
+    def number(self) -> int:
+        return self.handle.requests[-1].number
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    yield bench
+    tasks = [*bench.client._tasks, *bench.client._channels.values()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.mark.parametrize(
@@ -61,54 +170,142 @@ class Response:
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else type(value).__name__,
 )
-async def test_rays_errors_are_told_as_ours(raised: Exception, expected: type[RequestError]) -> None:
-    stream = ReplicaStream("p", Response(raised))
+async def test_rays_errors_are_told_as_ours(bench: Bench, raised: Exception, expected: type[RequestError]) -> None:
+    stream, _ = bench.send(raised)
     with pytest.raises(expected, match="`p`") as caught:
         await stream.accepted(timeout_s=5)
     assert "secret" not in caught.value.message
     assert (caught.value.status == 503) == (caught.value.retry_after is not None)
 
 
-async def test_the_items_of_an_answer_come_in_their_order() -> None:
-    head, tail = Head(200, b"1", final=False, facts=facts()), Tail(facts())
-    stream = ReplicaStream("p", Response(Accepted("replica-7"), head, b"2", tail))
+async def test_the_items_of_an_answer_come_in_their_order(bench: Bench) -> None:
+    stream, _ = bench.send(Accepted("replica-7"), HEAD, b"2", TAIL)
     await stream.accepted(timeout_s=5)
     assert stream.replica_id == "replica-7"
-    assert await stream.head() is head
-    assert [item async for item in stream.rest()] == [b"2", tail]
+    assert await stream.head() is HEAD
+    assert [await stream.more(), await stream.more()] == [b"2", TAIL]
 
 
-async def test_a_pool_that_accepts_nothing_is_given_up() -> None:
+async def test_a_pool_that_accepts_nothing_is_given_up(bench: Bench) -> None:
+    stream, _ = bench.send()
     with pytest.raises(AcceptTimeout, match=r"within 0\.01 s"):
-        await ReplicaStream("p", Response(None)).accepted(timeout_s=0.01)
+        await stream.accepted(timeout_s=0.01)
 
 
-async def test_a_replica_that_stops_in_the_middle_is_lost() -> None:
-    stream = ReplicaStream("p", Response(Accepted("r")))
+async def test_a_replica_that_stops_in_the_middle_is_lost(bench: Bench) -> None:
+    stream, response = bench.send(Accepted("r"))
     await stream.accepted(timeout_s=5)
+    response.end()
     with pytest.raises(ReplicaLost):
         await stream.head()
 
 
-async def test_items_out_of_order_are_a_fault_of_ours() -> None:
+async def test_items_out_of_order_are_a_fault_of_ours(bench: Bench) -> None:
+    stream, _ = bench.send(b"early")
     with pytest.raises(InternalError, match="broke the protocol"):
-        await ReplicaStream("p", Response(b"early")).accepted(timeout_s=5)
+        await stream.accepted(timeout_s=5)
 
 
-def test_a_request_goes_to_the_streaming_method() -> None:
-    class Handle:
-        def options(self, **options: Any) -> Handle:
-            assert options == {"stream": True}
-            return self
-
-        @property
-        def generate(self) -> Handle:
-            return self
-
-        def remote(self, request: Any) -> Response:
-            return Response(request)
-
-    stream = PoolClient("p", Handle(), 5.0).dispatch("the request")  # type: ignore[arg-type]
-    response: Any = stream._response
+async def test_cancelling_an_answer_reaches_its_call(bench: Bench) -> None:
+    stream, response = bench.send()
     stream.cancel()
     assert response.cancelled
+
+
+class TestChannel:
+    """Answers whose items come together with those of others."""
+
+    async def test_the_first_answer_opens_a_channel_to_its_replica(self, bench: Bench) -> None:
+        stream, _ = bench.send(Accepted("r"), HEAD)
+        await stream.accepted(5)
+        await stream.head()
+        await wait_until(lambda: [opened.replica_id for opened in bench.handle.opened] == ["r"])
+        assert bench.handle.opened[0].ingress == bench.handle.requests[0].ingress
+
+    async def test_items_find_their_answers(self, bench: Bench) -> None:
+        one, _, channel = await bench.accepted_on_channel()
+        first = bench.number
+        two, _ = bench.send()
+        channel.put([(first, HEAD), (bench.number, Accepted("r")), (first, b"2"), (bench.number, HEAD)])
+        channel.put([(bench.number, b"b"), (first, b"3"), (first, TAIL), (bench.number, TAIL)])
+        await two.accepted(5)
+        assert await one.head() is HEAD
+        assert await two.head() is HEAD
+        assert [await two.more(), await two.more()] == [b"b", TAIL]
+        # What waited meanwhile comes as one.
+        assert [await one.more(), await one.more()] == [b"23", TAIL]
+
+    async def test_what_comes_for_an_answer_that_nobody_waits_for_is_dropped(self, bench: Bench) -> None:
+        gone, _, channel = await bench.accepted_on_channel()
+        number = bench.number
+        gone.cancel()
+        stream, _ = bench.send()
+        channel.put([(number, b"late"), (bench.number, Accepted("r")), (bench.number, HEAD)])
+        await stream.accepted(5)
+        assert await stream.head() is HEAD
+
+    async def test_when_it_breaks_its_answers_are_lost_and_others_are_not(self, bench: Bench) -> None:
+        on_it, _, channel = await bench.accepted_on_channel()
+        by_call, _ = bench.send(Accepted("r"), HEAD, b"2")
+        await by_call.accepted(5)
+        channel.put(ActorDiedError())
+        with pytest.raises(ReplicaLost):
+            await on_it.head()
+        assert await by_call.head() is HEAD
+        assert await by_call.more() == b"2"
+
+    async def test_after_it_has_ended_the_next_answer_opens_another(self, bench: Bench) -> None:
+        first, _, channel = await bench.accepted_on_channel()
+        channel.put([(bench.number, HEAD), (bench.number, TAIL)])
+        await first.head()
+        await first.more()
+        channel.end()
+        await asyncio.gather(*bench.client._channels.values())
+        second, _ = bench.send(Accepted("r"))
+        await second.accepted(5)
+        await wait_until(lambda: len(bench.handle.opened) == 2)
+        assert bench.handle.opened[0].channel != bench.handle.opened[1].channel
+
+    async def test_the_call_still_tells_of_errors(self, bench: Bench) -> None:
+        stream, call, _ = await bench.accepted_on_channel()
+        call.put(ActorDiedError())
+        with pytest.raises(ReplicaLost):
+            await stream.head()
+
+    async def test_an_answer_that_the_call_ends_before_the_channel_has_told_it_all_is_complete(
+        self, bench: Bench
+    ) -> None:
+        stream, call, channel = await bench.accepted_on_channel()
+        call.end()
+        await asyncio.sleep(0)
+        channel.put([(bench.number, HEAD), (bench.number, TAIL)])
+        assert await stream.head() is HEAD
+        assert await stream.more() is TAIL
+
+    async def test_a_reader_that_lags_pauses_its_answer_and_resumes_it(self, bench: Bench) -> None:
+        stream, _, channel = await bench.accepted_on_channel()
+        channel.put([(bench.number, HEAD)])
+        await stream.head()
+        much = b"x" * (MAILBOX_BYTES + 1)
+        channel.put([(bench.number, much)])
+        await wait_until(lambda: [pause.paused for pause in bench.handle.pauses] == [True])
+        assert bench.handle.pauses[0].number == bench.number
+        assert await stream.more() == much
+        await wait_until(lambda: [pause.paused for pause in bench.handle.pauses] == [True, False])
+
+    async def test_an_answer_without_a_channel_is_not_read_ahead_of_its_reader(self, bench: Bench) -> None:
+        much = b"x" * (MAILBOX_BYTES + 1)
+        stream, call = bench.send(Accepted("r"), HEAD, much, b"next", TAIL)
+        await stream.accepted(5)
+        await stream.head()
+        await wait_until(lambda: call._items.qsize() == 2)
+        await asyncio.sleep(0)
+        assert call._items.qsize() == 2
+        assert await stream.more() == much
+        assert await stream.more() == b"next"
+
+
+async def wait_until(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110  # a condition of any kind
+            await asyncio.sleep(0)
