@@ -1,7 +1,11 @@
-"""What has to be set in a process before vLLM is imported into it. Imports nothing heavy."""
+"""What has to be set in a process before vLLM is imported into it, and once it runs. Imports nothing heavy.
+
+Relies on `vllm.envs.enable_envs_cache`.
+"""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -39,3 +43,15 @@ def prepare_engine_process(executor: Executor) -> None:
         # Otherwise the CPU build starts a second, busily polling process per engine.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["OMP_NUM_THREADS"] = str(executor.threads if executor.kind == "cpu" else 1)
+
+
+def settle_process() -> None:
+    """For a process that has started all it will need: cheaper look-ups and garbage collections from here on.
+
+    vLLM reads its environment again with every request and step unless told not to, as it tells its own processes.
+    """
+    from vllm.envs import enable_envs_cache
+
+    enable_envs_cache()
+    gc.collect()
+    gc.freeze()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,6 +17,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.renderers import renderer_from_config
+from vllm.renderers.hf import safe_apply_chat_template
 from vllm.renderers.inputs.preprocess import extract_prompt_components, extract_prompt_len
 from vllm.renderers.online_renderer import OnlineRenderer
 
@@ -25,6 +29,11 @@ from app.types import JsonObject, Rendered, Route
 # Where validation errors of one request are many, the first few say enough.
 _MAX_REPORTED_ERRORS = 3
 _MAX_MESSAGE_CHARS = 500
+# Rendering this much takes less than a millisecond.
+_SMALL_TEXT_CHARS = 4096
+_SMALL_MESSAGES = 32
+
+_is_small: ContextVar[bool] = ContextVar("is_small", default=False)
 
 
 class Renderer:
@@ -47,6 +56,7 @@ class Renderer:
             tool_parser=config.model.tool_call_parser,
             reasoning_parser=config.model.reasoning_parser,
         )
+        _run_small_inline(self._renderer.renderer)
         self._default_sampling = self._model_config.get_diff_sampling_param()
         self._max_choices = config.ingress.max_choices
 
@@ -65,6 +75,7 @@ class Renderer:
         Raises:
             RequestError: what is wrong with it, as a 4xx.
         """
+        _is_small.set(_text_length(route, body) <= _SMALL_TEXT_CHARS)
         try:
             # Building the request validates it, and may raise; none of it may pass for a fault of the server.
             request = _parse(route, body)
@@ -144,6 +155,34 @@ class Renderer:
                 return None
             ids.append(list(token_ids))
         return ids
+
+
+def _run_small_inline(renderer: Any) -> None:
+    """Render small requests on the event loop: handing them to vLLM's thread takes longer than doing it."""
+    for name, inline in (
+        ("_apply_chat_template_async", safe_apply_chat_template),
+        ("_tokenize_prompt_async", renderer._tokenize_prompt),
+    ):
+        setattr(renderer, name, _inline_if_small(inline, getattr(renderer, name)))
+
+
+def _inline_if_small(inline: Callable[..., Any], threaded: Callable[..., Any]) -> Callable[..., Any]:
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        return inline(*args, **kwargs) if _is_small.get() else await threaded(*args, **kwargs)
+
+    return run
+
+
+def _text_length(route: Route, body: JsonObject) -> float:
+    """Characters to render; infinite for anything but plain text."""
+    if route == "completions":
+        prompt = body.get("prompt")
+        return len(prompt) if isinstance(prompt, str) else math.inf
+    messages = body.get("messages")
+    if body.get("tools") or not isinstance(messages, list) or len(messages) > _SMALL_MESSAGES:
+        return math.inf
+    contents = [message.get("content") if isinstance(message, dict) else None for message in messages]
+    return sum(len(content) if isinstance(content, str) else math.inf for content in contents)
 
 
 def _parse(route: Route, body: JsonObject) -> Any:

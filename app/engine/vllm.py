@@ -31,6 +31,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from app.config import ModelConfig, PoolConfig
 from app.engine.arguments import chat_template, engine_args
+from app.engine.deltas import DeltaSink, DeltaTap, is_plain, template_of
+from app.engine.stats import SampledRayStatLogger
 from app.telemetry.timeline import read_clock, usage_metrics, with_facts
 from app.types import ClockReading, EngineFacts, EngineRequest, Head, JsonObject, Tail
 
@@ -51,6 +53,10 @@ class EngineCall:
         self._clock = clock
         self.states: list[Any] = []
         self.error: Exception | None = None
+        # Where the middle of a plain answer goes, instead of being asked for.
+        self.sink: DeltaSink | None = None
+        # The engine has given everything that it will.
+        self.has_ended = False
 
     def facts(self) -> EngineFacts:
         """What is known by now."""
@@ -113,12 +119,10 @@ class VLLMEngine:
 
         The process must have been prepared by `environment.prepare_engine_process` on this thread.
         """
-        from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
-
         self._llm = _ObservedLLM.from_engine_args(
             engine_args(model, pool),
             usage_context=UsageContext.OPENAI_API_SERVER,
-            stat_loggers=[RayPrometheusStatLogger] if ray_metrics else None,
+            stat_loggers=[SampledRayStatLogger] if ray_metrics else None,
         )
         self._clock = read_clock()
         template = chat_template(model)
@@ -133,19 +137,26 @@ class VLLMEngine:
             tool_parser=model.tool_call_parser,
             reasoning_parser=model.reasoning_parser,
         )
-        self._chat = OpenAIServingChat(
-            self._llm,
-            models,
-            "assistant",
-            online_renderer=renderer,
-            request_logger=None,
-            chat_template=template,
-            chat_template_content_format="auto",
-            enable_auto_tools=model.tool_call_parser is not None,
-            tool_parser=model.tool_call_parser,
-            reasoning_parser=model.reasoning_parser or "",
-            enable_prompt_tokens_details=True,
-        )
+
+        def chat(tool_parser: str | None) -> Any:
+            return OpenAIServingChat(
+                self._llm,
+                models,
+                "assistant",
+                online_renderer=renderer,
+                request_logger=None,
+                chat_template=template,
+                chat_template_content_format="auto",
+                enable_auto_tools=tool_parser is not None,
+                tool_parser=tool_parser,
+                reasoning_parser=model.reasoning_parser or "",
+                enable_prompt_tokens_details=True,
+            )
+
+        self._chat_with_tools = chat(model.tool_call_parser)
+        # A tool parser reads the whole answer again with every token, so requests without tools do without it.
+        self._chat = chat(None) if model.tool_call_parser is not None else self._chat_with_tools
+        self._has_reasoning = model.reasoning_parser is not None
         self._completions = OpenAIServingCompletion(
             self._llm, models, online_renderer=renderer, request_logger=None, enable_prompt_tokens_details=True
         )
@@ -170,7 +181,7 @@ class VLLMEngine:
         """Stop the engine's processes."""
         self._llm.shutdown()
 
-    async def answer(self, request: EngineRequest, call: EngineCall) -> AsyncIterator[Head | bytes | Tail]:
+    async def answer(self, request: EngineRequest, call: EngineCall) -> AsyncGenerator[Head | bytes | Tail, None]:
         """The answer to a request: a Head and, when it is streamed, SSE bytes and a Tail.
 
         Each item holds what vLLM had ready when it was asked for: deltas that accumulated while the reader was busy
@@ -216,7 +227,8 @@ class VLLMEngine:
         )
         body = _engine_body(request)
         if request.route == "chat":
-            return await self._chat.create_chat_completion(ChatCompletionRequest(**body), raw_request)
+            chat = self._chat_with_tools if request.body.get("tools") else self._chat
+            return await chat.create_chat_completion(ChatCompletionRequest(**body), raw_request)
         return await self._completions.create_completion(CompletionRequest(**body), raw_request)
 
     async def _stream(
@@ -238,14 +250,37 @@ class VLLMEngine:
             return
         begin[0] = _with_service_tier(first, request.service_tier)
         yield Head(200, "".join(begin).encode(), final=False, facts=call.facts())
+        async for data in self._plain_middle(request, begin[-1], call):
+            yield data
         failed = False
+        last: list[str] = []
         async for event in events:
             if event.startswith(_ERROR_CHUNK):
                 failed = True
             elif _USAGE_CHUNK in event:
                 event = self._with_metrics(event, request, call)
-            yield event.encode()
-        yield Tail(call.facts(), failed)
+            # What follows the last token is ready at once, and leaves as one.
+            if failed or call.has_ended:
+                last.append(event)
+            else:
+                yield event.encode()
+        yield Tail(call.facts(), failed, "".join(last).encode())
+
+    async def _plain_middle(self, request: EngineRequest, chunk: str, call: EngineCall) -> AsyncIterator[bytes]:
+        """The chunks that need no more than text; none where the request asks for more."""
+        if self._has_reasoning or not is_plain(request.route, request.body) or len(call.states) != 1:
+            return
+        template = template_of(request.route, chunk)
+        if template is None:
+            return
+        tap = DeltaTap(call.states[0].queue)
+        if call.sink is not None:
+            await tap.pour(call.sink, template)
+        else:
+            while (text := await tap.take()) is not None:
+                if text:
+                    yield template.event(text)
+        call.has_ended = True
 
     def _with_metrics(self, event: str, request: EngineRequest, call: EngineCall) -> str:
         chunk = json.loads(event.removeprefix("data: "))

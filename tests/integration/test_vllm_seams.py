@@ -10,10 +10,14 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.renderers.base import BaseRenderer
+from vllm.renderers.hf import HfRenderer
 from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import RequestStateStats
 
@@ -68,3 +72,31 @@ def test_executors_have_the_methods_that_the_simulation_overrides() -> None:
 
 def test_metrics_can_go_through_ray() -> None:
     assert inspect.isclass(RayPrometheusStatLogger)
+
+
+def test_gaps_between_tokens_are_observed_one_by_one() -> None:
+    source = inspect.getsource(PrometheusStatLogger.record)
+    assert "self.histogram_inter_token_latency[engine_idx].observe(itl)" in source
+
+
+def test_collectors_take_outputs_as_the_tap_expects() -> None:
+    collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    assert collector.output is None
+    assert not collector.ready.is_set()
+    assert "req_state.queue.put(request_output)" in inspect.getsource(OutputProcessor.process_outputs)
+    # What the tap has handed back is taken from where it lay.
+    assert "q.get_nowait() or await q.get()" in inspect.getsource(AsyncLLM.generate)
+    source = inspect.getsource(RequestOutputCollector)
+    for line in ("self.output = output", "self.ready.set()", "self.ready.clear()", "self.output.add(output"):
+        assert line in source
+
+
+def test_counts_of_a_stream_come_from_its_outputs_token_ids() -> None:
+    for serving in (OpenAIServingChat, OpenAIServingCompletion):
+        assert "previous_num_tokens[i] += len(output.token_ids)" in inspect.getsource(serving)
+
+
+def test_rendering_hands_over_to_threads_where_it_can_be_intercepted() -> None:
+    assert "self._tokenize_prompt_async(prompt, params)" in inspect.getsource(BaseRenderer)
+    assert "self._apply_chat_template_async(" in inspect.getsource(HfRenderer)
+    assert "safe_apply_chat_template, executor=self._executor" in inspect.getsource(HfRenderer.__init__)
