@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 from app.config import PoolConfig
 from app.engine.environment import TELEMETRY_OFF
 from app.errors import ConfigError
+from app.http_path import Choice, HttpPath, choose_http_path
 from app.model_cache import cache_dir
 from app.serve_file import ServeFile, check_host, default_config_name, load_serve_file
 
@@ -59,6 +60,8 @@ class Options:
 
     config: Path
     timeout_s: float
+    http: Choice = "auto"
+    print_environment: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,21 +79,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Paths in a config file mean the same from wherever this is called, and the same as for `serve run` in the
         # project's folder.
         os.chdir(ROOT)
+        if options.print_environment:
+            print(environment_text(choose_http_path(options.http, tls=load_serve_file(options.config).tls)))
+            return 0
         cluster = find_cluster(os.environ)
         if cluster is not None:
             check_cluster(cluster)
         file = load_serve_file(options.config)
         check_host(file, joins_cluster=cluster is not None)
+        http = None if cluster is not None else choose_http_path(options.http, tls=file.tls)
     except ConfigError as error:
         print(f"serve: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     try:
-        return _Run(file, cluster, options.timeout_s, Progress(sys.stdout)).run()
+        return _Run(file, cluster, http, options.timeout_s, Progress(sys.stdout)).run()
     except OSError as error:
         print(f"serve: the app could not be started ({error}); run ./scripts/setup and try again", file=sys.stderr)
         return 2
+    finally:
+        if http is not None:
+            http.clean_up()
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -116,9 +126,22 @@ def parse_options(argv: Sequence[str]) -> Options:
         metavar="SECONDS",
         help="give up when the app is not ready after this time (default: 600)",
     )
+    parser.add_argument(
+        "--http",
+        choices=("auto", "haproxy", "proxy"),
+        default="auto",
+        help="how requests reach the app: through HAProxy, which is faster, or through Ray Serve's Python proxy "
+        "(default: auto, HAProxy where it runs)",
+    )
+    parser.add_argument(
+        "--print-environment",
+        action="store_true",
+        help="print what `ray start` needs in its environment for the same way, as shell commands, and end",
+    )
     parser.add_argument("--no-setup", action="store_true", help="do not check the environment and the model first")
     parsed = parser.parse_args(argv)
-    return Options(find_config(parsed.config or default_config_name()), parsed.timeout)
+    config = find_config(parsed.config or default_config_name())
+    return Options(config, parsed.timeout, parsed.http, parsed.print_environment)
 
 
 def find_config(name: str) -> Path:
@@ -177,7 +200,27 @@ def check_cluster(cluster: Cluster) -> None:
         ) from None
 
 
-def ready_text(file: ServeFile, cluster: Cluster | None, dashboard: str, log: Path, took_s: float) -> str:
+def environment_text(http: HttpPath) -> str:
+    """Shell commands that give Ray's processes what `./scripts/serve` would give them."""
+    environment = {**TELEMETRY_OFF, **_CLEAN_HEADERS, **http.environment}
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
+    if http.why is not None:
+        lines.append(f"# Not by HAProxy: {http.why}")
+    return "\n".join(lines)
+
+
+def http_text(http: HttpPath | None, state: Mapping[str, Any]) -> str:
+    """How requests reach the app, and if that is the slow way, why, and how to get the fast one."""
+    if state.get("http") == "haproxy":
+        return "HAProxy, straight to the ingress"
+    if http is None:
+        return "Ray Serve's Python proxy, as this cluster was started; for the fast way see --print-environment"
+    return f"Ray Serve's Python proxy, slower than HAProxy: {http.why}"
+
+
+def ready_text(
+    file: ServeFile, cluster: Cluster | None, dashboard: str, log: Path, took_s: float, http: str = ""
+) -> str:
     """What is shown when the app is ready: where it is, its pools, and how to try it."""
     body = {
         "model": file.config.model.name,
@@ -203,6 +246,7 @@ def ready_text(file: ServeFile, cluster: Cluster | None, dashboard: str, log: Pa
         "",
         *table,
         "",
+        *([f"  HTTP       {http}"] if http else []),
         f"  dashboard  {dashboard}{shared}",
         f"  log        {log}",
         "",
@@ -310,9 +354,13 @@ def serve_command(config: Path) -> list[str]:
 class _Run:
     """One run of `serve run`, from its start to the end of its last process."""
 
-    def __init__(self, file: ServeFile, cluster: Cluster | None, timeout_s: float, progress: Progress) -> None:
+    def __init__(
+        self, file: ServeFile, cluster: Cluster | None, http: HttpPath | None, timeout_s: float, progress: Progress
+    ) -> None:
         self._file = file
         self._cluster = cluster
+        self._http = http
+        self._ready: Mapping[str, Any] = {}
         self._timeout_s = timeout_s
         self._progress = progress
         self._run_id = uuid.uuid4().hex
@@ -329,7 +377,9 @@ class _Run:
         try:
             failure = self._wait_until_ready(process)
             if failure is None:
-                text = ready_text(self._file, self._cluster, self._dashboard(), self._log, self._progress.elapsed_s)
+                took_s = self._progress.elapsed_s
+                http = http_text(self._http, self._ready)
+                text = ready_text(self._file, self._cluster, self._dashboard(), self._log, took_s, http)
                 self._progress.say(text)
                 failure = self._wait_for_end(process)
         except _EndRequested as end:
@@ -344,7 +394,14 @@ class _Run:
         return 1
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environment = {**TELEMETRY_OFF, **_CLEAN_HEADERS, "PYTHONUNBUFFERED": "1", **os.environ, RUN_ID: self._run_id}
+        environment = {
+            **TELEMETRY_OFF,
+            **_CLEAN_HEADERS,
+            **(self._http.environment if self._http is not None else {}),
+            "PYTHONUNBUFFERED": "1",
+            **os.environ,
+            RUN_ID: self._run_id,
+        }
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 serve_command(self._file.path),
@@ -372,6 +429,7 @@ class _Run:
             submitted = "Submitted deploy config" in log
             state = _ask_ready(self._file.url) if submitted or self._cluster is None else None
             if state is not None and state.get("ready") is True:
+                self._ready = state
                 return None
             if time.monotonic() > deadline:
                 return f"the app was not ready after {self._timeout_s:g} s; see the log, or allow more with --timeout:"

@@ -1,7 +1,8 @@
 """Cleans request headers in Ray Serve's HTTP entry, before Ray itself looks at them, and notes when they arrived.
 
-Ray Serve 2.60 lets clients switch off its timeout and its cancellation by headers, and echoes any `x-request-id`. Its
-entry loads `middlewares` where the environment of the Ray processes has
+The entry is Serve's proxy or, behind HAProxy, the HTTP server of the ingress replica itself. Ray Serve 2.60 lets
+clients switch off its timeout and its cancellation by headers, and echoes any `x-request-id`. Its entry loads
+`middlewares` where the environment of the Ray processes has
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=app.api.edge:middlewares`, as `scripts/serve` sets it. Without it the app
 works the same for well-meaning clients, and a request counts as received when it reaches the ingress.
 """

@@ -25,11 +25,15 @@ def with_short_time(document: dict[str, Any]) -> None:
     document["applications"][0]["args"]["pools"]["interactive"]["executor"]["time_scale"] = 1.0
 
 
-def test_it_says_how_to_try_it_and_ends_without_a_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("http", "way"),
+    [("auto", "HAProxy, straight to the ingress"), ("proxy", "Ray Serve's Python proxy, slower than HAProxy")],
+)
+def test_it_says_how_to_try_it_and_ends_without_a_trace(tmp_path: Path, http: str, way: str) -> None:
     config = variant(CONFIGS / "simulated.yaml", tmp_path / "config.yaml", with_short_time)
     log = tmp_path / "serve.log"
     url = url_of(config)
-    with running([*SERVE, str(config)], log) as process:
+    with running([*SERVE, "--http", http, str(config)], log) as process:
         wait_ready(url, lambda: process.poll() is None, log)
         # The entry's headers are clean here, whatever a client sends.
         answer = httpx.post(
@@ -42,6 +46,7 @@ def test_it_says_how_to_try_it_and_ends_without_a_trace(tmp_path: Path) -> None:
         assert answer.headers.get_list("x-request-id") == ["abc"]
 
         processes = psutil.Process(process.pid).children(recursive=True)
+        assert (http == "auto") == any("haproxy" in child.name() for child in processes)
         assert any("EngineCore" in child.name() or "EngineCore" in " ".join(child.cmdline()) for child in processes)
         stop(process)
         assert process.returncode == 0
@@ -49,6 +54,7 @@ def test_it_says_how_to_try_it_and_ends_without_a_trace(tmp_path: Path) -> None:
         assert not alive
     told = log.read_text()
     assert "Ready after" in told
+    assert way in told
     assert url in told
     assert "simulated (h100-llama-3.1-8b)" in told
     assert "curl" in told

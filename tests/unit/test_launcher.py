@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -453,3 +454,16 @@ class TestRun:
         )
         _, errors = process.communicate(timeout=20)
         assert errors.splitlines()[1] == "  ValueError: 10"
+
+
+def test_the_environment_for_a_cluster_is_printed_as_shell_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launcher.main(["--print-environment", "simulated"]) == 0
+    printed = capsys.readouterr().out
+    script = f"{printed}\nenv"
+    told = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    environment = dict(line.split("=", 1) for line in told if "=" in line)
+    assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    assert environment["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == "app.api.edge:middlewares"
+    wrapper = Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"])
+    assert wrapper.is_file()
+    shutil.rmtree(wrapper.parent)
