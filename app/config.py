@@ -224,6 +224,12 @@ class IngressConfig(ConfigModel):
     max_body_mib: float = Field(
         16.0, gt=0, description="Largest request body, in MiB; larger ones get 413. Default: 16."
     )
+    slow_reader_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="How long, in seconds, a client may leave a stream unread before its request is cancelled. "
+        "Counted from when nothing more fits between here and the client. Default: 60.",
+    )
     max_choices: int = Field(
         32, ge=1, description="Most sequences that one request may ask for (prompts times `n`). Default: 32."
     )

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from app.config import PoolConfig, SluiceConfig, parse_config
-from app.engine.environment import TELEMETRY_OFF, prepare_process
+from app.engine.environment import TELEMETRY_OFF, prepare_process, settle_process
 from app.pools.replica import VLLMReplica
+
+# Serve's messages between processes may have 4 MiB unless told otherwise; prompts and whole answers may have more.
+_MESSAGES = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(256 << 20)}
 
 # The replica's generator is asked for its next item when the last one has left, instead of running ahead of its
 # reader: what accumulates meanwhile is then sent as one. Serve reads this when the replica's process starts.
-_REPLICA_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", **TELEMETRY_OFF}
+_REPLICA_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", **_MESSAGES, **TELEMETRY_OFF}
 
 _INGRESS_ENVIRONMENT = {
-    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    **_MESSAGES,
     **TELEMETRY_OFF,
 }
+
+logger = logging.getLogger("ray.serve")
 
 _EVERY_DEPLOYMENT = {
     "health_check_period_s": 2.0,
@@ -40,6 +47,7 @@ class Ingress:
     ) -> None:
         # vLLM reads its environment when it is imported.
         prepare_process()
+        from app.api.http import http_path
         from app.api.ingress import build_app
         from app.engine.render import Renderer
         from app.pools.client import HealthWatch, PoolClient
@@ -56,6 +64,14 @@ class Ingress:
         metrics = RequestMetrics(config.classes)
         self._gauges = asyncio.create_task(metrics.keep_gauges())
         self._app = build_app(config, renderer, pools, health, self._tracing, metrics)
+        if http_path() == "haproxy":
+            logger.info("Requests arrive by HAProxy.")
+        else:
+            logger.warning(
+                "Requests arrive by Ray Serve's Python proxy. For HAProxy, which is faster, start Ray with the "
+                "environment that `./scripts/serve --print-environment` prints."
+            )
+        settle_process()
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
@@ -96,8 +112,12 @@ def _pool(name: str, config: SluiceConfig, pool: PoolConfig) -> serve.Applicatio
     deployment = serve.deployment(VLLMReplica).options(
         name=name,
         num_replicas=pool.num_replicas,
-        max_ongoing_requests=pool.max_ongoing_requests,
+        # Each ingress replica has a channel to each replica, which Serve counts as one more request.
+        max_ongoing_requests=pool.max_ongoing_requests + config.ingress.num_replicas,
         max_queued_requests=pool.max_queued_requests,
+        # The ingress's tells the same, once.
+        logging_config={"enable_access_log": False},
+        request_router_config=RequestRouterConfig(request_router_class="app.pools.router:PoolRouter"),
         graceful_shutdown_timeout_s=pool.graceful_shutdown_timeout_s,
         **_EVERY_DEPLOYMENT,
         **_placement(pool),

@@ -14,7 +14,15 @@ from opentelemetry.trace import Span, SpanKind
 from starlette.datastructures import Headers
 
 from app.api.edge import received_at
-from app.api.http import ClientGone, Responder, clean_request_id, error_event, read_json_object, until_client_gone
+from app.api.http import (
+    ClientGone,
+    ReaderWatch,
+    Responder,
+    clean_request_id,
+    error_event,
+    read_json_object,
+    until_client_gone,
+)
 from app.config import SluiceConfig
 from app.errors import InternalError, InvalidRequest, ReplicaLost, RequestError, from_engine
 from app.routing.classify import classify, home_pool
@@ -79,6 +87,7 @@ class Generation:
         pools: Mapping[str, PoolClient],
         tracing: Tracing,
         metrics: RequestMetrics,
+        readers: ReaderWatch,
     ) -> None:
         self._route = route
         self._config = config
@@ -86,6 +95,7 @@ class Generation:
         self._pools = pools
         self._tracing = tracing
         self._metrics = metrics
+        self._readers = readers
         self._priorities = {name: index for index, name in enumerate(config.classes)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +111,11 @@ class Generation:
             exchange.outcome, exchange.error_type = "cancelled", None
         except asyncio.CancelledError:
             exchange.outcome, exchange.error_type = "cancelled", None
-            raise
+            if not self._readers.gave_up(exchange.responder):
+                raise
+            # The server closes the connection, as the answer is not complete.
+            exchange.attributes["sluice.slow_reader"] = True
+            self._metrics.slow_reader(exchange.service_class)
         except RequestError as error:
             await self._fail(exchange, error)
         except Exception:
@@ -212,18 +226,16 @@ class Generation:
         if head.final:
             timing = server_timing(exchange.timeline, time.monotonic())
             await responder.send_json(head.status, head.body, {"server-timing": timing})
-            await stream.drain()
             return
         await responder.begin_stream(head.body)
         exchange.timeline.first_sent = time.monotonic()
-        async for item in stream.rest():
-            if isinstance(item, Tail):
-                self._learn(exchange, item)
-                if item.failed:
-                    exchange.outcome, exchange.error_type = "failed", "stream_error"
-            else:
+        with self._readers.watching(responder):
+            while not isinstance(item := await stream.more(), Tail):
                 await responder.stream(item)
-        await responder.end_stream()
+        self._learn(exchange, item)
+        if item.failed:
+            exchange.outcome, exchange.error_type = "failed", "stream_error"
+        await responder.end_stream(item.body)
 
     def _learn(self, exchange: _Exchange, item: Head | Tail) -> None:
         exchange.timeline = with_facts(exchange.timeline, item.facts, exchange.clock)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import time
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from app.errors import BodyTooLarge, InvalidRequest, RequestError
@@ -17,6 +20,14 @@ if TYPE_CHECKING:
 
 _REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _MAX_REQUEST_ID_CHARS = 128
+
+
+def http_path() -> str:
+    """How requests reach this process: `haproxy`, or `proxy` for Ray Serve's own in Python.
+
+    Ray's processes read it from their environment when they start.
+    """
+    return "haproxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "proxy"
 
 
 class ClientGone(Exception):
@@ -106,13 +117,17 @@ async def _client_gone(receive: Receive) -> None:
 
 
 class Responder:
-    """Sends one answer. `started` tells whether its status has left: after that, failures cannot change it."""
+    """Sends one answer. `started` tells whether its status has left: after that, failures cannot change it.
+
+    `sending_since`: when (by `time.monotonic()`) it began to wait for its client to take something; None: it does not.
+    """
 
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
         self._send = send
         self._headers = dict(headers)
         self.started = False
         self.status: int | None = None
+        self.sending_since: float | None = None
 
     def add_headers(self, headers: Mapping[str, str]) -> None:
         """Headers that every answer to this request carries from now on."""
@@ -139,7 +154,9 @@ class Responder:
 
     async def stream(self, data: bytes) -> None:
         """More bytes."""
+        self.sending_since = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self.sending_since = None
 
     async def end_stream(self, data: bytes = b"") -> None:
         """The last bytes."""
@@ -158,6 +175,48 @@ class Responder:
                 ],
             }
         )
+
+
+class ReaderWatch:
+    """Cancels streams whose clients have stopped reading."""
+
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: seconds that a client may leave a stream unread."""
+        self._limit_s = limit_s
+        self._streams: dict[Responder, asyncio.Task[Any]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._given_up: set[Responder] = set()
+
+    @contextmanager
+    def watching(self, responder: Responder) -> Iterator[None]:
+        """Watch a stream that the current task sends, and cancel the task if its client does not read."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams[responder] = task
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            del self._streams[responder]
+
+    def gave_up(self, responder: Responder) -> bool:
+        """Whether the stream was cancelled by this; forgets it."""
+        if responder not in self._given_up:
+            return False
+        self._given_up.discard(responder)
+        return True
+
+    async def _run(self) -> None:
+        # One look for all streams: a timer per piece of a stream would cost more than sending it.
+        while self._streams:
+            await asyncio.sleep(min(1.0, self._limit_s / 4))
+            now = time.monotonic()
+            for responder, task in list(self._streams.items()):
+                if responder.sending_since is not None and now - responder.sending_since > self._limit_s:
+                    self._given_up.add(responder)
+                    task.cancel()
+        self._task = None
 
 
 def error_event(error: RequestError) -> bytes:

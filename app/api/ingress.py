@@ -12,12 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
 from app.api.generation import Generation, RendererPort
-from app.api.http import clean_request_id, dump_json
+from app.api.http import ReaderWatch, clean_request_id, dump_json, http_path
 from app.errors import InternalError, InvalidRequest, MethodNotAllowed, NotFound, RequestError
 from app.types import JsonObject
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from app.config import SluiceConfig
     from app.pools.client import HealthWatch, PoolClient
@@ -39,11 +40,13 @@ def build_app(
     health: HealthWatch,
     tracing: Tracing,
     metrics: RequestMetrics,
-) -> Starlette:
+) -> ASGIApp:
     """The application; nothing in it knows how its parts reach Ray or vLLM."""
 
+    readers = ReaderWatch(config.ingress.slow_reader_timeout_s)
+
     def generation(route: str) -> Generation:
-        return Generation(route, config, renderer, pools, tracing, metrics)  # type: ignore[arg-type]
+        return Generation(route, config, renderer, pools, tracing, metrics, readers)  # type: ignore[arg-type]
 
     async def list_models(request: Request) -> Response:
         return _json(200, await renderer.models())
@@ -63,14 +66,15 @@ def build_app(
         is_ready = all(state.healthy > 0 for state in states.values())
         body = {
             "ready": is_ready,
+            "http": http_path(),
             "pools": {name: {"replicas": state.replicas, "healthy": state.healthy} for name, state in states.items()},
         }
         return _json(200 if is_ready else 503, body)
 
-    return Starlette(
+    generations = {"/v1/chat/completions": generation("chat"), "/v1/completions": generation("completions")}
+    rest = Starlette(
         routes=[
-            HttpRoute("/v1/chat/completions", generation("chat"), methods=["POST"]),
-            HttpRoute("/v1/completions", generation("completions"), methods=["POST"]),
+            *(HttpRoute(path, app, methods=["POST"]) for path, app in generations.items()),
             HttpRoute("/v1/models", list_models, methods=["GET"]),
             HttpRoute("/v1/models/{model:path}", show_model, methods=["GET"]),
             HttpRoute("/health", live, methods=["GET"]),
@@ -78,6 +82,18 @@ def build_app(
         ],
         exception_handlers={HTTPException: _http_error, RequestError: _request_error, Exception: _any_error},
     )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        # The generation routes answer every error themselves; Starlette's layers would only cost time per token.
+        if scope["type"] == "http" and scope["method"] == "POST":
+            path: str = scope["path"]
+            direct = generations.get(path.removeprefix(scope.get("root_path", "")))
+            if direct is not None:
+                await direct(scope, receive, send)
+                return
+        await rest(scope, receive, send)
+
+    return app
 
 
 def _json(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:

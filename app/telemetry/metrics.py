@@ -31,6 +31,9 @@ class RequestMetrics:
         by_class = ("class", "pool")
         self._requests = Counter("sluice_requests", "Requests that ended, by outcome.", tag_keys=(*by_class, "outcome"))
         self._in_flight = Gauge("sluice_requests_in_flight", "Requests being handled.", tag_keys=("class",))
+        self._slow_readers = Counter(
+            "sluice_slow_readers", "Requests cancelled because their clients had stopped reading.", tag_keys=("class",)
+        )
         self._running: Tally[str] = Tally(dict.fromkeys(classes, 0))
         self._input_tokens = Counter("sluice_input_tokens", "Prompt tokens of finished requests.", tag_keys=by_class)
         self._output_tokens = Counter("sluice_output_tokens", "Generated tokens.", tag_keys=by_class)
@@ -48,6 +51,10 @@ class RequestMetrics:
             "prefill": histogram("sluice_prefill_seconds", "First scheduled to first token.", _SECONDS),
             "decode": histogram("sluice_decode_seconds", "First to last token.", _SECONDS),
         }
+
+    def slow_reader(self, service_class: str) -> None:
+        """A request was cancelled because its client had stopped reading."""
+        self._slow_readers.inc(1, {"class": service_class})
 
     def entered(self, service_class: str) -> None:
         """A request of this class is being handled."""

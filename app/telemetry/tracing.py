@@ -15,7 +15,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SimpleSpanProcessor
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler, TraceIdRatioBased
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -75,7 +75,7 @@ class Tracing:
         self.enabled = exporter is not None and os.environ.get("OTEL_SDK_DISABLED", "").lower() != "true"
         service_name = config.service_name or os.environ.get("OTEL_SERVICE_NAME") or "sluice"
         self._provider = TracerProvider(
-            sampler=None if config.sample_ratio is None else ParentBased(TraceIdRatioBased(config.sample_ratio)),
+            sampler=self._sampler(config),
             resource=Resource.create(
                 {
                     "service.name": service_name,
@@ -91,6 +91,11 @@ class Tracing:
             processor = SimpleSpanProcessor if isinstance(exporter, ConsoleSpanExporter) else BatchSpanProcessor
             self._provider.add_span_processor(processor(exporter))
         self._tracer = self._provider.get_tracer("sluice", __version__)
+
+    def _sampler(self, config: TracingConfig) -> Sampler | None:
+        if not self.enabled:
+            return ALWAYS_OFF
+        return None if config.sample_ratio is None else ParentBased(TraceIdRatioBased(config.sample_ratio))
 
     def start(self, name: str, kind: SpanKind, parent: Mapping[str, str], start: float, clock: ClockReading) -> Span:
         """A span that starts at `start` (seconds on `clock`) under the W3C context in `parent`, if it has one."""

@@ -17,6 +17,8 @@ class Client:
         self._incoming: asyncio.Queue[Message] = asyncio.Queue()
         self._incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
         self.sent: list[Message] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
         self._changed = asyncio.Event()
         scope: dict[str, Any] = {
             "type": "http",
@@ -32,6 +34,8 @@ class Client:
         await app(scope, self._incoming.get, self._send)
 
     async def _send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await self.reads.wait()
         self.sent.append(message)
         self._changed.set()
 

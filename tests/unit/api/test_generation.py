@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from app.api.ingress import build_app
 from app.config import SluiceConfig, TracingConfig, parse_config
@@ -38,7 +38,7 @@ def config() -> SluiceConfig:
                 ],
             },
             "pools": {"interactive": pool, "batch": pool, "long_context": pool},
-            "ingress": {"max_body_mib": 0.01},
+            "ingress": {"max_body_mib": 0.01, "slow_reader_timeout_s": 0.05},
         }
     )
 
@@ -63,7 +63,7 @@ class Bench:
         self.health = FakeHealth()
         self.exporter = InMemorySpanExporter()
         self.tracing = Tracing(TracingConfig(), "ingress", self.exporter)
-        self.app: Starlette = build_app(
+        self.app: ASGIApp = build_app(
             config(),
             self.renderer,
             self.pools,  # type: ignore[arg-type]
@@ -127,6 +127,44 @@ async def test_a_stream_is_relayed_as_it_comes(bench: Bench) -> None:
     assert client.sent[-1]["more_body"] is False
     assert bench.outcomes == [("batch", "batch", "finished")]
     assert not stream.cancelled
+
+
+async def test_a_reader_that_pauses_gets_everything(bench: Bench) -> None:
+    client = bench.post({**HELLO, "stream": True})
+    stream = bench.pools["interactive"].stream
+    stream.put(Head(200, b"1", final=False, facts=facts()), b"2", Tail(facts(), body=b"3"))
+    client.reads.clear()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    client.reads.set()
+    await client.finish()
+    assert client.body == b"123"
+    assert bench.outcomes == [("standard", "interactive", "finished")]
+    assert bench.metrics.slow_readers == []
+
+
+async def test_a_reader_that_stops_is_given_up_and_counted(bench: Bench) -> None:
+    client = bench.post({**HELLO, "stream": True})
+    stream = bench.pools["interactive"].stream
+    stream.put(Head(200, b"1", final=False, facts=facts()))
+    await client.until_sent(2)
+    client.reads.clear()
+    stream.put(b"2")
+    await client.finish()
+    assert client.sent[-1]["more_body"] is True
+    assert stream.cancelled
+    assert bench.outcomes == [("standard", "interactive", "cancelled")]
+    assert bench.metrics.slow_readers == ["standard"]
+
+
+async def test_a_stream_that_waits_for_the_engine_is_not_a_slow_reader(bench: Bench) -> None:
+    client = bench.post({**HELLO, "stream": True})
+    stream = bench.pools["interactive"].stream
+    stream.put(Head(200, b"1", final=False, facts=facts()))
+    await asyncio.sleep(0.2)
+    stream.put(Tail(facts()))
+    await client.finish()
+    assert bench.outcomes == [("standard", "interactive", "finished")]
 
 
 async def test_long_prompts_go_to_their_pool(bench: Bench) -> None:
