@@ -414,5 +414,6 @@ def test_health_and_ready_are_cheap_and_truthful(local_app: LocalApp) -> None:
     assert status == 200
     assert json.loads(body) == {
         "ready": True,
+        "http": "haproxy",
         "pools": {pool: {"replicas": 1, "healthy": 1} for pool in ("interactive", "batch", "long_context")},
     }
