@@ -66,6 +66,11 @@ class EngineConfig(ConfigModel):
         0.9, gt=0, le=1, description="Share of the GPU's memory that the engine may use. Default: 0.9."
     )
     enable_prefix_caching: bool = Field(True, description="Reuse the KV cache of equal prompt prefixes. Default: yes.")
+    scheduler: Literal["deadline", "vllm"] = Field(
+        "deadline",
+        description="`deadline` keeps the classes' targets; `vllm` is vLLM's own, which orders waiting requests by "
+        "the same deadlines. Default: deadline.",
+    )
     enforce_eager: bool = Field(False, description="Do not capture CUDA graphs or compile. Default: no.")
     dtype: str = Field("auto", description="Data type of weights and activations, as vLLM names it. Default: auto.")
     quantization: str | None = Field(None, description="vLLM's quantization method. Default: the model's own.")
@@ -165,12 +170,50 @@ class PoolConfig(ConfigModel):
         return self
 
 
+class TargetsConfig(ConfigModel):
+    """What a class is promised. The engines' schedulers order and size their steps by it."""
+
+    ttft_ms: float | None = Field(
+        None,
+        gt=0,
+        description="Time from received to first token, in milliseconds, without what the prompt's length adds. "
+        "Default: no target; such requests are served as others leave room, after 5 s before those that came later.",
+    )
+    ttft_ms_per_1k_tokens: float = Field(
+        0.0, ge=0, description="What every 1,000 tokens of the prompt add to it, in milliseconds. Default: 0."
+    )
+    tpot_ms: float | None = Field(
+        None,
+        gt=0,
+        description="Time per output token after the first, on average over an answer, in milliseconds. "
+        "Default: no target.",
+    )
+
+    @model_validator(mode="after")
+    def _check_base(self) -> Self:
+        if self.ttft_ms is None and self.ttft_ms_per_1k_tokens:
+            raise ValueError("ttft_ms_per_1k_tokens needs ttft_ms; set it, for example 500")
+        return self
+
+    def ttft_s(self, prompt_tokens: int) -> float | None:
+        """The TTFT target of a prompt of this length, in seconds; None without one."""
+        if self.ttft_ms is None:
+            return None
+        return (self.ttft_ms + self.ttft_ms_per_1k_tokens * prompt_tokens / 1000) / 1000
+
+    @property
+    def tpot_s(self) -> float | None:
+        """The TPOT target, in seconds; None without one."""
+        return None if self.tpot_ms is None else self.tpot_ms / 1000
+
+
 class ServiceClassConfig(ConfigModel):
-    """One class of service. Its place in `classes` is its importance: the first is served first."""
+    """One class of service. Its place in `classes` is its importance: the first is the most important."""
 
     service_tier: ServiceTier = Field(
         description="OpenAI's `service_tier` value that asks for this class, echoed in answers."
     )
+    targets: TargetsConfig = Field(default_factory=TargetsConfig, description="Latency targets. Default: none.")
 
 
 class LengthConfig(ConfigModel):
@@ -267,11 +310,17 @@ class SluiceConfig(ConfigModel):
     model: ModelConfig
     classes: dict[Name, ServiceClassConfig] = Field(
         default_factory=lambda: {
-            "interactive": ServiceClassConfig(service_tier="priority"),
-            "standard": ServiceClassConfig(service_tier="default"),
+            "interactive": ServiceClassConfig(
+                service_tier="priority", targets=TargetsConfig(ttft_ms=500, ttft_ms_per_1k_tokens=100, tpot_ms=50)
+            ),
+            "standard": ServiceClassConfig(
+                service_tier="default", targets=TargetsConfig(ttft_ms=2000, ttft_ms_per_1k_tokens=300, tpot_ms=100)
+            ),
             "batch": ServiceClassConfig(service_tier="flex"),
         },
-        description="Classes of service, most important first. One of them has the `default` tier.",
+        description="Classes of service, most important first. One of them has the `default` tier. Default: "
+        "interactive (500 ms plus 100 ms per 1,000 prompt tokens, then 50 ms per token), standard (2 s plus 300 ms, "
+        "100 ms) and batch (no targets).",
     )
     routing: RoutingConfig
     pools: dict[Name, PoolConfig] = Field(min_length=1, description="Pools by name.")

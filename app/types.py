@@ -93,9 +93,9 @@ class EngineRequest:
     """A rendered and classified request on its way from the ingress to a replica.
 
     `body` is the client's JSON without the fields that steer the server. `prompt_token_ids` holds one list of token
-    ids per prompt, or is None where the replica has to render (multi-modal input, echo). `priority` is vLLM's: lower
-    is served first. `timeline` is on the clock that `clock` identifies. `ingress` and `number` name the answer on a
-    channel between the two.
+    ids per prompt, or is None where the replica has to render (multi-modal input, echo). `ttft_s`, `tpot_s`: its
+    targets, in seconds, None for none. `timeline` is on the clock that `clock` identifies. `ingress` and `number` name
+    the answer on a channel between the two.
     """
 
     request_id: str
@@ -105,7 +105,8 @@ class EngineRequest:
     service_class: str
     service_tier: str
     pool: str
-    priority: int
+    ttft_s: float | None
+    tpot_s: float | None
     timeline: Timeline
     clock: ClockReading
     trace_context: dict[str, str] = field(default_factory=dict)

@@ -96,7 +96,6 @@ class Generation:
         self._tracing = tracing
         self._metrics = metrics
         self._readers = readers
-        self._priorities = {name: index for index, name in enumerate(config.classes)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises only when it is cancelled from outside."""
@@ -176,6 +175,7 @@ class Generation:
         self._classified(exchange, service_class, pool, rendered)
 
         timeline.dispatched = time.monotonic()
+        targets = self._config.classes[service_class].targets
         stream = self._pools[pool].dispatch(
             EngineRequest(
                 request_id=exchange.request_id,
@@ -185,7 +185,8 @@ class Generation:
                 service_class=service_class,
                 service_tier=self._config.classes[service_class].service_tier,
                 pool=pool,
-                priority=self._priorities[service_class],
+                ttft_s=targets.ttft_s(rendered.longest_prompt),
+                tpot_s=targets.tpot_s,
                 timeline=timeline,
                 clock=exchange.clock,
                 trace_context=exchange.carrier,

@@ -114,6 +114,8 @@ def _own_args(model: ModelConfig, pool: PoolConfig) -> dict[str, Any]:
         args["kv_cache_memory_bytes"] = engine.kv_cache_memory_mib * _MIB
     if engine.compact_json:
         args["structured_outputs_config"] = StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True)
+    if engine.scheduler == "deadline":
+        args["scheduler_cls"] = "app.engine.scheduler.DeadlineScheduler"
     executor = pool.executor
     if executor.kind == "cpu":
         args["distributed_executor_backend"] = "uni"

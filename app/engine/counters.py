@@ -19,30 +19,34 @@ _OTHER_CLASSES = "other"
 ByClass = dict[str, int]
 
 
-def _count(text: str) -> int:
-    value: int = field(default=0, metadata={"text": text})
-    return value
-
-
-def _by_class(text: str) -> ByClass:
-    value: ByClass = field(default_factory=dict, metadata={"text": text})
-    return value
-
-
 @dataclass(slots=True)
 class Counters:
     """What the scheduler did since it started. Counts by class have "" for requests without a class."""
 
-    steps: int = _count("Steps scheduled.")
-    computed_tokens: int = _count("Tokens computed, of prompts and of answers.")
-    wasted_tokens: int = _count("Tokens computed again after a preemption.")
-    held_decodes: int = _count("Decodes left out of a step so that others keep their TPOT target.")
-    yielded_prefills: int = _count("Running prefills left out of a step for more urgent work.")
-    slot_preemptions: int = _count("Running requests that gave up their slot to a deadline.")
-    kv_preemptions: int = _count("Running requests that gave up their KV blocks to a deadline.")
-    predicted_ttft_misses: ByClass = _by_class("Requests that could not make their TTFT target any more.")
-    ttft_misses: ByClass = _by_class("Requests whose first token came after its deadline.")
-    tpot_misses: ByClass = _by_class("Finished requests that took longer per token than their target.")
+    steps: int = field(default=0, metadata={"text": "Steps scheduled."})
+    computed_tokens: int = field(default=0, metadata={"text": "Tokens computed, of prompts and of answers."})
+    wasted_tokens: int = field(default=0, metadata={"text": "Tokens computed again after a preemption."})
+    held_decodes: int = field(
+        default=0, metadata={"text": "Decodes left out of a step so that others keep their TPOT target."}
+    )
+    yielded_prefills: int = field(
+        default=0, metadata={"text": "Running prefills left out of a step for more urgent work."}
+    )
+    slot_preemptions: int = field(
+        default=0, metadata={"text": "Running requests that gave up their slot to a deadline."}
+    )
+    kv_preemptions: int = field(
+        default=0, metadata={"text": "Running requests that gave up their KV blocks to a deadline."}
+    )
+    predicted_ttft_misses: ByClass = field(
+        default_factory=dict, metadata={"text": "Requests that could not make their TTFT target any more."}
+    )
+    ttft_misses: ByClass = field(
+        default_factory=dict, metadata={"text": "Requests whose first token came after its deadline."}
+    )
+    tpot_misses: ByClass = field(
+        default_factory=dict, metadata={"text": "Finished requests that took longer per token than their target."}
+    )
 
     @staticmethod
     def count(by_class: ByClass, name: str) -> None:

@@ -33,6 +33,7 @@ from app.config import ModelConfig, PoolConfig
 from app.engine.arguments import chat_template, engine_args
 from app.engine.deltas import DeltaSink, DeltaTap, is_plain, template_of
 from app.engine.stats import SampledRayStatLogger
+from app.engine.targets import Targets, engine_priority, with_targets
 from app.telemetry.timeline import read_clock, usage_metrics, with_facts
 from app.types import ClockReading, EngineFacts, EngineRequest, Head, JsonObject, Tail
 
@@ -124,6 +125,7 @@ class VLLMEngine:
             usage_context=UsageContext.OPENAI_API_SERVER,
             stat_loggers=[SampledRayStatLogger] if ray_metrics else None,
         )
+        self._scheduler = pool.engine.scheduler
         self._clock = read_clock()
         template = chat_template(model)
         models = OpenAIServingModels(self._llm, [BaseModelPath(name=model.name, model_path=model.name)])
@@ -225,7 +227,7 @@ class VLLMEngine:
                 ],
             }
         )
-        body = _engine_body(request)
+        body = _engine_body(request, self._scheduler)
         if request.route == "chat":
             chat = self._chat_with_tools if request.body.get("tools") else self._chat
             return await chat.create_chat_completion(ChatCompletionRequest(**body), raw_request)
@@ -313,9 +315,15 @@ class VLLMEngine:
             await self._llm.abort(unfinished, internal=True)
 
 
-def _engine_body(request: EngineRequest) -> JsonObject:
+def _engine_body(request: EngineRequest, scheduler: str) -> JsonObject:
     """The client's JSON with what the ingress has worked out already."""
-    body = {**request.body, "priority": request.priority}
+    targets = Targets(request.ttft_s, request.tpot_s, request.service_class)
+    received = request.clock.wall_offset + request.timeline.received
+    body = {
+        **request.body,
+        "priority": engine_priority(scheduler, received, request.ttft_s),
+        "vllm_xargs": with_targets(request.body.get("vllm_xargs"), targets),
+    }
     if request.prompt_token_ids is not None:
         if request.route == "chat":
             body["kv_transfer_params"] = {"prompt_token_ids": request.prompt_token_ids[0]}

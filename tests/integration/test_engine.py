@@ -46,7 +46,8 @@ def request(**body: Any) -> EngineRequest:
         service_class="standard",
         service_tier="default",
         pool="p",
-        priority=0,
+        ttft_s=None,
+        tpot_s=None,
         timeline=Timeline(received=now, rendered=now, dispatched=now),
         clock=read_clock(),
     )

@@ -26,6 +26,7 @@ MAY_IMPORT = {
         "engine/arguments.py",
         "engine/environment.py",
         "engine/render.py",
+        "engine/scheduler.py",
         "engine/simulated.py",
         "engine/stats.py",
         "engine/vllm.py",

@@ -107,7 +107,8 @@ def request() -> EngineRequest:
         service_class="c",
         service_tier="default",
         pool="p",
-        priority=0,
+        ttft_s=None,
+        tpot_s=None,
         timeline=Timeline(received=0.0),
         clock=clock,
     )
