@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from app.engine.scheduler import AsyncDeadlineScheduler, DeadlineScheduler
 from app.engine.targets import Targets
-from tests.support.virtual_engine import VirtualEngine
+from tests.support.virtual_engine import CheckedEngine
 
 INTERACTIVE = Targets(ttft_s=0.5, tpot_s=0.05, service_class="interactive")
 LONG = Targets(ttft_s=10.0, service_class="long")
@@ -47,7 +47,7 @@ shapes = st.sampled_from(
 )
 
 
-def serve(engine: VirtualEngine, load: list[dict[str, Any]]) -> None:
+def serve(engine: CheckedEngine, load: list[dict[str, Any]]) -> None:
     """Give the engine the requests as time passes, and let it finish."""
     leaving: list[tuple[float, str]] = []
     for index, spec in enumerate(load):
@@ -74,10 +74,10 @@ def serve(engine: VirtualEngine, load: list[dict[str, Any]]) -> None:
 def test_whatever_comes_is_served_once_and_leaves_nothing(
     engine: dict[str, Any], shape: dict[str, Any], load: list[dict[str, Any]]
 ) -> None:
-    """The driver checks every step: see VirtualEngine."""
+    """The driver checks every step: see CheckedEngine."""
     if shape.get("drafts") and engine["is_asynchronous"]:
         shape = {**shape, "drafts": 0}
-    subject = VirtualEngine(DeadlineScheduler, **engine, **shape)
+    subject = CheckedEngine(DeadlineScheduler, **engine, **shape)
     serve(subject, load)
     subject.check_all_is_returned()
     assert not subject.scheduler._tracks
@@ -94,7 +94,7 @@ def test_without_targets_it_is_vllms_fcfs_token_for_token(
     if shape.get("drafts") and engine["is_asynchronous"]:
         shape = {**shape, "drafts": 0}
     plain = [{**spec, "targets": None, "priority": 0} for spec in load]
-    ours, theirs = (VirtualEngine(cls, **engine, **shape) for cls in (DeadlineScheduler, None))
+    ours, theirs = (CheckedEngine(cls, **engine, **shape) for cls in (DeadlineScheduler, None))
     serve(ours, plain)
     serve(theirs, plain)
     assert ours.steps == theirs.steps
@@ -104,5 +104,5 @@ def test_without_targets_it_is_vllms_fcfs_token_for_token(
 
 
 def test_asynchronous_scheduling_gets_its_own_variant() -> None:
-    assert type(VirtualEngine().scheduler) is DeadlineScheduler
-    assert type(VirtualEngine(is_asynchronous=True).scheduler) is AsyncDeadlineScheduler
+    assert type(CheckedEngine().scheduler) is DeadlineScheduler
+    assert type(CheckedEngine(is_asynchronous=True).scheduler) is AsyncDeadlineScheduler
