@@ -41,6 +41,8 @@ from vllm.v1.request import Request, RequestStatus
 from app.config import describe_validation_error
 from app.engine.counters import Counters, encode
 from app.engine.step_plan import (
+    LATE_SIZE,
+    LATE_STRETCH,
     LATE_TURN,
     MIN_CHUNK_TOKENS,
     Candidate,
@@ -62,6 +64,8 @@ _TTFT_MEMORY_S = 60.0
 _CACHED_PREFIX_STEPS = 32
 # Waiting requests that get no slot or KV blocks, after which a step looks no further.
 _MOST_REFUSED = 8
+# Late requests that a step looks at.
+_MOST_LATE = 32
 # Later than any deadline.
 _LOOSE_PRIORITY = 1 << 50
 
@@ -86,17 +90,17 @@ class SchedulerSettings(BaseModel):
         "preempted ones from then on, in milliseconds. Default: 5000.",
     )
     tpot_margin: float = Field(
-        0.9,
+        0.95,
         gt=0,
         le=1,
         description="Share of the tightest TPOT target that a step should take at most; the rest is for what the "
-        "step-time model gets wrong. Default: 0.9.",
+        "step-time model gets wrong. Default: 0.95.",
     )
     ttft_share: float = Field(
-        0.25,
+        0.15,
         gt=0,
-        description="Share of the tightest TTFT target that a step may take, since new requests wait for its end. "
-        "Default: 0.25.",
+        description="Share of the tightest TTFT target that a step may take. With asynchronous scheduling a request "
+        "waits for the rest of one step and a whole one before its own. Default: 0.15.",
     )
     min_decode_share: float = Field(
         0.125,
@@ -162,6 +166,20 @@ class _View:
     refused: int = 0
     taken_from: set[str] = field(default_factory=set)
     loras: set[int] | None = None
+
+
+@dataclass(order=True, slots=True)
+class _Late:
+    """A prefill that misses its deadline. `rank`: first the smallest; `need_s`: seconds until it can be done."""
+
+    rank: float
+    number: int
+    need_s: float = field(compare=False)
+    candidate: Candidate[_Track] = field(compare=False)
+
+
+def _late(candidate: Candidate[_Track], need_s: float) -> _Late:
+    return _Late(candidate.deadline + LATE_STRETCH * need_s, candidate.key.number, need_s, candidate)
 
 
 class DeadlineQueue(RequestQueue):
@@ -483,54 +501,65 @@ class DeadlineScheduler(Scheduler):
         running = sorted(
             (track.deadline, track.number, track) for track in (self._tracks[r.request_id] for r in prefilling)
         )
+        late = self._late(running, view)
         self._steps_since_late += 1
-        grants: list[Grant[_Track]] = []
-        hopeless: list[_Track] = []
 
         def may_run(candidate: Candidate[_Track]) -> bool:
             return candidate.is_running or self._may_admit(candidate, view)
 
-        on_time, late = self._on_time(running, view, hopeless), self._late(running, view)
-        turns = (late, on_time) if self._steps_since_late >= LATE_TURN else (on_time, late)
-        for candidates in (*turns, self._candidates(hopeless, view)):
-            before = len(grants)
-            view.refused = 0
-            grants = fill_step(candidates, step, self.times, limits, may_run, grants)
-            if candidates is late and len(grants) > before:
-                self._steps_since_late = 0
+        grants = fill_step(self._in_turn(running, late, view), step, self.times, limits, may_run)
+        if any(grant.candidate.deadline < now for grant in grants):
+            self._steps_since_late = 0
         return grants
 
-    def _on_time(
-        self, running: list[tuple[float, int, _Track]], view: _View, hopeless: list[_Track]
+    def _in_turn(
+        self, running: list[tuple[float, int, _Track]], late: list[_Late], view: _View
     ) -> Iterator[Candidate[_Track]]:
-        """Those that can still make their deadlines, earliest first; others are put into `hopeless`."""
+        """Those that can make their deadlines, earliest first, and among them the late ones: each before the first
+        that is not much shorter and that it does not make late too."""
+        if late and self._steps_since_late >= LATE_TURN:
+            yield late.pop(min(range(len(late)), key=lambda index: late[index].candidate.deadline)).candidate
+            heapq.heapify(late)
         for track, is_running in self._by_deadline(running, view.now, math.inf):
+            if view.refused >= _MOST_REFUSED:
+                return
             candidate = self._candidate(track, is_running, view)
             if candidate is None:
                 continue
-            if track.awaits_first_token and self._would_be_late(candidate, view):
-                hopeless.append(track)
-                if len(hopeless) >= _MOST_REFUSED:
-                    return
+            need_s = prefill_seconds(self.times, candidate.need, candidate.depth, view.share)
+            if track.awaits_first_token and view.begin + need_s > candidate.deadline:
+                self._note_hopeless(track)
+                heapq.heappush(late, _late(candidate, need_s))
                 continue
+            room_s = min(candidate.deadline - view.begin - need_s, LATE_SIZE * need_s)
+            while late and late[0].need_s <= room_s:
+                yield heapq.heappop(late).candidate
             yield candidate
-            if view.refused >= _MOST_REFUSED:
-                return
+        while late and view.refused < _MOST_REFUSED:
+            yield heapq.heappop(late).candidate
 
-    def _late(self, running: list[tuple[float, int, _Track]], view: _View) -> Iterator[Candidate[_Track]]:
-        """Those whose deadlines have passed, the longest ago first."""
+    def _late(self, running: list[tuple[float, int, _Track]], view: _View) -> list[_Late]:
+        """A heap of those whose deadlines have passed: of the longest late ones, those that need least come first."""
+        late: list[_Late] = []
         for track, is_running in self._by_deadline(running, -math.inf, view.now):
             candidate = self._candidate(track, is_running, view)
-            if candidate is not None:
-                yield candidate
-            if view.refused >= _MOST_REFUSED:
-                return
+            if candidate is None:
+                continue
+            # Who was promised nothing does not go before who was promised something and can still get it.
+            need_s = math.inf
+            if track.has_deadline:
+                self._note_hopeless(track)
+                need_s = prefill_seconds(self.times, candidate.need, candidate.depth, view.share)
+            late.append(_late(candidate, need_s))
+            if len(late) >= _MOST_LATE:
+                break
+        heapq.heapify(late)
+        return late
 
-    def _candidates(self, tracks: list[_Track], view: _View) -> Iterator[Candidate[_Track]]:
-        for track in tracks:
-            candidate = self._candidate(track, track.request.status == RequestStatus.RUNNING, view)
-            if candidate is not None:
-                yield candidate
+    def _note_hopeless(self, track: _Track) -> None:
+        if track.awaits_first_token and not track.is_predicted_late:
+            track.is_predicted_late = True
+            self.counters.count(self.counters.predicted_ttft_misses, track.targets.service_class)
 
     def _by_deadline(
         self, running: list[tuple[float, int, _Track]], earliest: float, end: float
@@ -567,16 +596,6 @@ class DeadlineScheduler(Scheduler):
         if need <= 0:
             return None
         return Candidate(track, track.deadline, need, depth, track.has_target, is_running)
-
-    def _would_be_late(self, candidate: Candidate[_Track], view: _View) -> bool:
-        track = candidate.key
-        end = view.begin + prefill_seconds(self.times, candidate.need, candidate.depth, view.share)
-        if end <= candidate.deadline:
-            return False
-        if not track.is_predicted_late:
-            track.is_predicted_late = True
-            self.counters.count(self.counters.predicted_ttft_misses, track.targets.service_class)
-        return True
 
     # Slots and KV blocks.
 

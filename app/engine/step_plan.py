@@ -6,7 +6,7 @@ Times are seconds on the scheduler's clock, or durations in seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -16,6 +16,10 @@ from app.engine.step_time import StepWork
 MIN_CHUNK_TOKENS = 64
 # Requests whose deadlines have passed come first in one step of this many, so that they end however many others come.
 LATE_TURN = 4
+# Among late ones, how many seconds longer another one must be late to make up for each second of work that it has more.
+LATE_STRETCH = 2.0
+# How many times longer than one that is in time a late one may be and still come before it.
+LATE_SIZE = 4.0
 
 _Key = TypeVar("_Key")
 
@@ -117,21 +121,16 @@ def fill_step(
     times: StepTimes,
     limits: StepLimits,
     may_run: Callable[[Candidate[_Key]], bool],
-    granted: Sequence[Grant[_Key]] = (),
 ) -> list[Grant[_Key]]:
     """Grants in the candidates' order, until the step is full; `work` is what is in the step already.
 
     `may_run`: asked once per candidate that the step has room for, whether it has, or gets, a slot and KV blocks.
-    `granted`: grants that were given before, which `work` does not hold yet.
 
     The first one always gets something, at least `MIN_CHUNK_TOKENS` where its prompt can be cut, so that a step that is
     full with decodes alone does not stop all prefill.
     """
-    grants = list(granted)
+    grants: list[Grant[_Key]] = []
     room = limits.tokens
-    for grant in grants:
-        work = with_chunk(work, grant.tokens, grant.candidate.depth)
-        room -= grant.tokens
     for candidate in candidates:
         if room <= 0:
             break

@@ -168,7 +168,7 @@ class VirtualEngine:
         self._in_flight: deque[_Flight] = deque()
         self._busy_until = 0.0
         self._depth = 2 if is_asynchronous else 1
-        hash_function = get_hash_fn_by_name("xxhash" if max_model_len > 8192 else "sha256")
+        hash_function = get_hash_fn_by_name("sha256")
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(BLOCK, hash_function)
 
