@@ -27,8 +27,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -65,7 +65,7 @@ _CACHED_PREFIX_STEPS = 32
 # Waiting requests that get no slot or KV blocks, after which a step looks no further.
 _MOST_REFUSED = 8
 # Late requests that a step looks at.
-_MOST_LATE = 32
+_MOST_LATE = 8
 # Later than any deadline.
 _LOOSE_PRIORITY = 1 << 50
 
@@ -166,6 +166,7 @@ class _View:
     refused: int = 0
     taken_from: set[str] = field(default_factory=set)
     loras: set[int] | None = None
+    nobody_yields: bool = False
 
 
 @dataclass(order=True, slots=True)
@@ -227,7 +228,7 @@ class DeadlineQueue(RequestQueue):
         key = self._keys.pop(request.request_id, None)
         if key is None:
             raise ValueError(f"{request.request_id} is not in the queue")
-        del self._entries[bisect.bisect_left(self._entries, key, key=lambda entry: entry[:2])]
+        del self._entries[bisect.bisect_left(self._entries, key)]
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Take out those that are in."""
@@ -236,9 +237,9 @@ class DeadlineQueue(RequestQueue):
                 self.remove_request(request)
 
     def from_deadline(self, earliest: float) -> Iterator[Request]:
-        """Those with this deadline or a later one, in order."""
-        begin = bisect.bisect_left(self._entries, earliest, key=lambda entry: entry[0])
-        return iter([entry[2] for entry in self._entries[begin:]])
+        """Those with this deadline or a later one now, in order."""
+        begin = bisect.bisect_left(self._entries, (earliest,))
+        return map(itemgetter(2), self._entries[begin:])
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -417,12 +418,13 @@ class DeadlineScheduler(Scheduler):
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         # vLLM asks this about every request before it settles how many tokens it gets; 0 passes it over.
-        if self._allotted:
-            allotted = self._allotted.get(request.request_id)
-            if allotted is not None and allotted < num_new_tokens:
-                if not allotted:
-                    return 0
-                num_new_tokens = allotted
+        allotted = self._allotted.get(request.request_id)
+        if allotted is not None and allotted < num_new_tokens:
+            if not allotted:
+                return 0
+            num_new_tokens = allotted
+        if not self.num_prefill_lookahead:
+            return num_new_tokens
         tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         return tokens
 
@@ -476,8 +478,7 @@ class DeadlineScheduler(Scheduler):
                 break
             self._allotted[track.request.request_id] = 0
             self.counters.held_decodes += 1
-            step = replace(
-                step,
+            step = step._replace(
                 decodes=step.decodes - 1,
                 decode_tokens=step.decode_tokens - per_decode,
                 decode_context_tokens=step.decode_context_tokens - track.request.num_computed_tokens,
@@ -636,7 +637,7 @@ class DeadlineScheduler(Scheduler):
 
     def _make_room(self, candidate: Candidate[_Track], slots: int, blocks: int, view: _View) -> bool:
         """Take slots or KV blocks from running requests for a deadline that would be missed without them."""
-        if not candidate.key.awaits_first_token:
+        if not candidate.key.awaits_first_token or (view.nobody_yields and slots <= 0):
             return False
         need_s = prefill_seconds(self.times, candidate.need, candidate.depth, view.share)
         if view.begin + need_s + 2 * view.step_s < candidate.deadline - view.step_s:
@@ -653,6 +654,8 @@ class DeadlineScheduler(Scheduler):
             victims.append(victim)
             freed += victim.request.num_computed_tokens // self.block_size
         if len(victims) < 1 - slots or freed < missing:
+            # A later deadline moves nobody who an earlier one doesn't.
+            view.nobody_yields = not victims
             return False
         for victim in victims:
             self.running.remove(victim.request)
@@ -668,6 +671,7 @@ class DeadlineScheduler(Scheduler):
     def _victims(self, candidate: Candidate[_Track], view: _View) -> Iterator[_Track]:
         """Running requests with more slack than `candidate`: without targets first, and least work lost first."""
         resident_since = view.now - self.settings.min_residence_ms / 1000
+        latest = candidate.deadline + view.step_s
         choices: list[tuple[bool, int, int, _Track]] = []
         for request in self.running:
             track = self._tracks[request.request_id]
@@ -677,9 +681,8 @@ class DeadlineScheduler(Scheduler):
             if track.tokens and track.tpot == math.inf:
                 choices.append((False, lost, track.number, track))
                 continue
-            again_s = prefill_seconds(self.times, lost + 1, 0, view.share)
             until = track.due if track.tokens else track.deadline
-            if until - again_s > candidate.deadline + view.step_s:
+            if until > latest and until - prefill_seconds(self.times, lost + 1, 0, view.share) > latest:
                 choices.append((track.has_target, lost, track.number, track))
         choices.sort()
         return iter([choice[3] for choice in choices])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from app.engine.step_time import StepWork
@@ -77,8 +77,7 @@ class Grant(Generic[_Key]):
 
 def with_chunk(work: StepWork, tokens: int, depth: int) -> StepWork:
     """`work` and a further chunk of prefill."""
-    return replace(
-        work,
+    return work._replace(
         prefill_tokens=work.prefill_tokens + tokens,
         attended_tokens=work.attended_tokens + tokens * (depth + tokens / 2),
         prefills=work.prefills + 1,

@@ -19,7 +19,7 @@ import operator
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,8 +50,7 @@ _ERRORS = 300
 _FIRST_TOKENS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What one step computes.
 
     `decodes`: sequences that decode; `decode_tokens`: their tokens, more than one each with speculative decoding;
