@@ -26,6 +26,7 @@ from app.engine.step_cost import load_profile
 from app.errors import ConfigError
 from scripts.scheduling import arms, live
 from scripts.scheduling.bound import goodput_bound
+from scripts.scheduling.cost import RUNNING, WAITING, schedule_cost
 from scripts.scheduling.figures import Pooled, plot, table
 from scripts.scheduling.workload import MIXES, Mix, load_mix, open_offers, scaled, with_trace
 
@@ -50,7 +51,12 @@ CPU_MIX: dict[str, Any] = {
         "output_tokens": {"min": 64, "max": 128},
     },
 }
-_CPU_ENGINE = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 8192}
+_CPU_ENGINE = {
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+    "max_model_len": 8192,
+    "kv_cache_memory_bytes": 2 << 30,
+}
 # Rates of the first class that --sweep tries, as multiples of the mix's.
 _SWEEP = (0.25, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10)
 _ENOUGH = 0.99
@@ -242,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of {', '.join([*arms.ARMS, _TUNE])} (default: all)",
     )
     parser.add_argument("--sweep", action="store_true", help="also look for the highest rate of the first class")
+    parser.add_argument("--cost", action="store_true", help="only measure the CPU time of schedule()")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="vLLM's (default: %(default)s)")
     parser.add_argument("--no-async-scheduling", action="store_true", help="plan a step only after the one before")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
@@ -260,6 +267,16 @@ def main(argv: list[str]) -> int:
             parser.error(f"no arm {name}; there are {', '.join([*arms.ARMS, _TUNE])}")
     if options.sweep and options.engine != "virtual":
         parser.error("--sweep goes with --engine virtual")
+    if options.cost:
+        cost = schedule_cost()
+        print(
+            f"schedule() with {RUNNING} running and {WAITING} waiting: vLLM {cost['vllm_us']:.0f} us, "
+            f"deadline {cost['deadline_us']:.0f} us, of which the plan {cost['plan_us']:.0f} us, "
+            f"{cost['plan_share']:.1%} of vLLM's part"
+        )
+        if options.json:
+            options.json.write_text(json.dumps(cost, indent=2) + "\n")
+        return 0
     try:
         mix = _mix(options)
         results = run_all(options, mix, names)

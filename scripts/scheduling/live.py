@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import random
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from app.config import CpuExecutor, SimulatedExecutorConfig
 from app.engine.targets import Targets, to_extra_args
@@ -85,7 +86,7 @@ class _Load:
         tasks = []
         for offer in offers:
             await asyncio.sleep(self._start + offer.at - time.monotonic())
-            tasks.append(asyncio.create_task(self._send(offer)))
+            tasks.append(asyncio.create_task(self.send(offer)))
         await asyncio.gather(*tasks)
         await asyncio.sleep(self._start + self._job.seconds - time.monotonic())
         for loop in loops:
@@ -94,9 +95,10 @@ class _Load:
 
     async def _loop(self, name: str, random_: random.Random) -> None:
         while True:
-            await self._send(draw(name, self._mix[name], time.monotonic() - self._start, random_))
+            await self.send(draw(name, self._mix[name], time.monotonic() - self._start, random_))
 
-    async def _send(self, offer: Offer) -> None:
+    async def send(self, offer: Offer) -> None:
+        """One request, until its end."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -173,10 +175,9 @@ async def _serve(job: Job) -> dict[str, Any]:
     engine = AsyncLLM.from_engine_args(_engine_args(job), stat_loggers=[Watch])
     try:
         # What starts up with the first requests is no arm's doing.
-        warm = _Load(engine, job, {name: load for name, load in mix.items() if load.concurrency} or mix)
-        await asyncio.wait_for(
-            asyncio.gather(*(warm._send(Offer(0.0, next(iter(mix)), 200, 20, None)) for _ in range(4))), 60
-        )
+        warm = _Load(engine, job, mix)
+        offers = [Offer(0.0, next(iter(mix)), 256, 20, None) for _ in range(4)]
+        await asyncio.wait_for(asyncio.gather(*map(warm.send, offers)), timeout=120)
         load = _Load(engine, job, mix)
         await load.run()
     finally:
@@ -184,7 +185,7 @@ async def _serve(job: Job) -> dict[str, Any]:
     return {"outcomes": [asdict(one) for one in load.outcomes], "model_error_p90": errors[-1] if errors else None}
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Serve one job."""
     from app.engine.environment import prepare_engine_process
 
@@ -194,8 +195,9 @@ def main() -> int:
     prepare_engine_process(executor)
     result = asyncio.run(_serve(job))
     print(json.dumps(result), file=out, flush=True)
-    return 0
+    # vLLM's destructors complain when the interpreter goes before them.
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -406,6 +406,11 @@ def test_metrics_reach_prometheus(local_app: LocalApp) -> None:
 
     wait_for("all metrics", lambda: not missing() or None, timeout_s=30, every_s=1, otherwise=missing)
     wait_for("vLLM's own", lambda: any(sample.name.startswith("ray_vllm_") for sample in scrape()), every_s=1)
+    wait_for(
+        "the scheduler's",
+        lambda: any(sample.name == "ray_sluice_scheduler_steps_total" and sample.value > 0 for sample in scrape()),
+        every_s=1,
+    )
 
 
 def test_health_and_ready_are_cheap_and_truthful(local_app: LocalApp) -> None:

@@ -14,12 +14,15 @@ from vllm.renderers.base import BaseRenderer
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
-from vllm.v1.metrics.stats import RequestStateStats
+from vllm.v1.metrics.stats import RequestStateStats, SchedulerStats
 
 pytestmark = pytest.mark.integration
 
@@ -100,3 +103,65 @@ def test_rendering_hands_over_to_threads_where_it_can_be_intercepted() -> None:
     assert "self._tokenize_prompt_async(prompt, params)" in inspect.getsource(BaseRenderer)
     assert "self._apply_chat_template_async(" in inspect.getsource(HfRenderer)
     assert "safe_apply_chat_template, executor=self._executor" in inspect.getsource(HfRenderer.__init__)
+
+
+def test_the_scheduler_asks_about_each_request_before_it_settles_its_tokens() -> None:
+    """Of running and of waiting ones; 0 passes a running one over."""
+    source = inspect.getsource(Scheduler.schedule)
+    assert source.count("self._reserve_prefill_lookahead(") == 2
+    parameters = list(inspect.signature(Scheduler._reserve_prefill_lookahead).parameters)
+    assert parameters == ["self", "request", "num_computed_tokens", "num_new_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("schedule", ["throttle_prefills"]),
+        ("update_from_output", ["scheduler_output", "model_runner_output"]),
+        ("add_request", ["request"]),
+        ("_free_request", ["request"]),
+        ("_preempt_request", ["request", "timestamp"]),
+        ("_handle_blocked_waiting_request", ["request"]),
+        ("_is_blocked_waiting_status", ["status"]),
+        ("_get_local_prefix_cache_hit", ["request"]),
+        ("make_stats", []),
+    ],
+)
+def test_the_scheduler_has_the_methods_that_ours_extends(method: str, parameters: list[str]) -> None:
+    assert not hasattr(AsyncScheduler.__dict__.get(method), "__isabstractmethod__")
+    found = [name for name in inspect.signature(getattr(Scheduler, method)).parameters if name != "self"]
+    assert found[: len(parameters)] == parameters
+
+
+def test_the_scheduler_keeps_what_ours_reads() -> None:
+    source = inspect.getsource(Scheduler)
+    for name in (
+        "self.running: list[Request]", "self.waiting = create_request_queue", "self.kv_holding_waiting",
+        "self.max_num_active_reqs", "self.max_num_scheduled_tokens", "self.policy", "self.num_spec_tokens",
+        "self.num_prefill_lookahead", "self.num_waiting_for_streaming_input", "self.need_mamba_block_aligned_split",
+        "self.current_step", "self._pause_state",
+    ):  # fmt: skip
+        assert name in source, name
+
+
+def test_every_end_of_a_request_frees_it_through_one_method() -> None:
+    source = inspect.getsource(Scheduler)
+    assert source.count("self._free_request(") >= 2
+    assert "self.requests[request.request_id]" in inspect.getsource(Scheduler._free_blocks)
+
+
+def test_queues_of_waiting_requests_have_the_methods_that_ours_has() -> None:
+    assert RequestQueue.__abstractmethods__ == {
+        "add_request", "pop_request", "peek_request", "prepend_request", "prepend_requests", "remove_request",
+        "remove_requests", "__bool__", "__len__", "__iter__",
+    }  # fmt: skip
+
+
+def test_scheduler_statistics_carry_a_mapping_of_names_to_integers() -> None:
+    assert "num_kv_fetch_reqs_by_stage: dict[str, int]" in inspect.getsource(SchedulerStats)
+
+
+def test_ray_metrics_are_made_of_classes_that_ours_uses() -> None:
+    assert "scheduler_stats" in inspect.signature(RayPrometheusStatLogger.record).parameters
+    for name in ("_counter_cls", "_gauge_cls"):
+        assert hasattr(RayPrometheusStatLogger, name)
