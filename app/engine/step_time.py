@@ -29,12 +29,15 @@ _OTHERS = 4
 _PIECES = len(_KNOTS)
 _COLUMNS = 1 + _PIECES + _OTHERS
 
-_PER_BUCKET = 48
+_PER_BUCKET = 96
 _HALF_LIFE_STEPS = 400
 _FIT_EVERY = 16
 _FIT_ALWAYS_UNTIL = 32
 _RECENT = 16
-_FOLLOW = 0.12
+# How far the factor goes towards what the last step says. What slows a machine down mostly lasts for several steps; on
+# a CPU shared with others, following fast halves the error.
+_FOLLOW = 0.5
+_MOST_PER_STEP = 1.5
 _MOST_DRIFT = 4.0
 # Relative errors beyond this, or beyond a few usual ones, make a step count less.
 _USUAL_ERROR = 0.1
@@ -176,7 +179,7 @@ class StepTimeModel:
         )
 
     def _follow(self, ratio: float) -> None:
-        factor = self._factor * (1 + _FOLLOW * (min(2.0, max(0.5, ratio)) - 1))
+        factor = self._factor * (1 + _FOLLOW * (min(_MOST_PER_STEP, max(1 / _MOST_PER_STEP, ratio)) - 1))
         self._factor = min(_MOST_DRIFT, max(1 / _MOST_DRIFT, factor))
 
     def _fit(self) -> None:
@@ -197,9 +200,10 @@ class StepTimeModel:
         self._at_knots, self._slopes = at_knots.tolist(), slopes.tolist()
         self._attended, self._context, self._decode, self._prefill = coefficients[1 + _PIECES :].tolist()
         self._coefficients = coefficients.tolist()
-        ratios = [seen.seconds / fitted for seen in self._recent if (fitted := self._of_row(seen.row))]
-        middle = statistics.median(ratios) if ratios else 1.0
-        self._factor = min(_MOST_DRIFT, max(1 / _MOST_DRIFT, middle))
+        self._factor = 1.0
+        for seen in self._recent:
+            if fitted := self._of_row(seen.row):
+                self._follow(seen.seconds / (fitted * self._factor))
 
     def _note_run(self, ratio: float) -> None:
         side = (ratio > _JUMP) - (ratio < 1 / _JUMP)
