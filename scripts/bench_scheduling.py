@@ -250,7 +250,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sweep", action="store_true", help="also look for the highest rate of the first class")
     parser.add_argument("--cost", action="store_true", help="only measure the CPU time of schedule()")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="vLLM's (default: %(default)s)")
-    parser.add_argument("--no-async-scheduling", action="store_true", help="plan a step only after the one before")
+    parser.add_argument(
+        "--no-async-scheduling",
+        action="store_true",
+        help="plan a step only after the one before, as vLLM's CPU build always does",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them into this file (.png or .svg)")
     return parser

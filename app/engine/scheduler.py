@@ -90,11 +90,11 @@ class SchedulerSettings(BaseModel):
         "preempted ones from then on, in milliseconds. Default: 5000.",
     )
     tpot_margin: float = Field(
-        0.95,
+        0.88,
         gt=0,
         le=1,
         description="Share of the tightest TPOT target that a step should take at most; the rest is for what the "
-        "step-time model gets wrong. Default: 0.95.",
+        "step-time model gets wrong. Default: 0.88.",
     )
     ttft_share: float = Field(
         0.15,

@@ -151,7 +151,7 @@ class _Replay:
                 wasted_tokens=seen.recomputed,
                 preemptions=seen.request.num_preemptions,
             )
-            for offer, seen in self._sent.values()
+            for offer, seen in sorted(self._sent.values(), key=lambda one: self._ranks[one[0].service_class])
         ]
         times = getattr(self._engine.scheduler, "times", None)
         return Run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,7 +158,12 @@ def plot(results: Mapping[str, Pooled], path: Path, caption: str) -> None:
     from matplotlib import pyplot
 
     names = list(dict.fromkeys(name for pooled in results.values() for name in pooled.classes()))
-    figure, axes = pyplot.subplots(1, len(names) + 1, figsize=(5 * (len(names) + 1), 4), layout="constrained")
+    rows = math.ceil((len(names) + 1) / 2)
+    figure, grid = pyplot.subplots(rows, 2, figsize=(11, 4.2 * rows), layout="constrained", squeeze=False)
+    axes = list(grid.flat)
+    for spare in axes[len(names) + 1 :]:
+        spare.remove()
+    bars = axes[len(names)]
     for axis, name in zip(axes, names, strict=False):
         target = _ttft_target(pooled.of(name) for pooled in results.values())
         for title, pooled in results.items():
@@ -171,11 +177,11 @@ def plot(results: Mapping[str, Pooled], path: Path, caption: str) -> None:
     bottom = np.zeros(len(results))
     for name in names:
         heights = np.array([pooled.figures(name)["tokens_per_s"] for pooled in results.values()])
-        axes[-1].bar(list(results), heights, bottom=bottom, label=name)
+        bars.bar(list(results), heights, bottom=bottom, label=name)
         bottom += heights
-    axes[-1].set(title="output tokens per second")
-    axes[-1].tick_params(axis="x", rotation=60, labelsize="x-small")
-    axes[-1].legend(fontsize="x-small")
+    bars.set(title="output tokens per second")
+    bars.tick_params(axis="x", rotation=20, labelsize="x-small")
+    bars.legend(fontsize="x-small")
     figure.suptitle(caption, fontsize="small")
     figure.savefig(path)
     pyplot.close(figure)

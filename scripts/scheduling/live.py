@@ -182,7 +182,9 @@ async def _serve(job: Job) -> dict[str, Any]:
         await load.run()
     finally:
         engine.shutdown()
-    return {"outcomes": [asdict(one) for one in load.outcomes], "model_error_p90": errors[-1] if errors else None}
+    ranks = list(mix)
+    outcomes = sorted(load.outcomes, key=lambda one: ranks.index(one.offer.service_class))
+    return {"outcomes": [asdict(one) for one in outcomes], "model_error_p90": errors[-1] if errors else None}
 
 
 def main() -> NoReturn:

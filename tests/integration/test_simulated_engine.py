@@ -179,6 +179,43 @@ def test_preempted_requests_say_the_same(server: Server, tmp_path: Path) -> None
         assert small.metric("vllm:num_preemptions") > 0
 
 
+def test_plain_vllm_can_use_the_deadline_scheduler(server: Server, tmp_path: Path) -> None:
+    settings = {"sluice_scheduler": {"default_tpot_ms": 100}}
+    schema: dict[str, Any] = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    prompts = [f"{index} " + "word " * (20 + 400 * index) for index in range(5)]
+    xargs: list[dict[str, Any] | None] = [{"ttft_target_ms": 500, "tpot_target_ms": 50, "service_class": "chat"}, None]
+
+    def answers(plain: Server) -> dict[int, str]:
+        texts: dict[int, str] = {}
+
+        def ask(index: int) -> None:
+            extra = {"vllm_xargs": targets} if (targets := xargs[index % 2]) else {}
+            texts[index] = plain.complete(prompts[index], max_tokens=50, extra_body=extra).choices[0].text
+
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        return texts
+
+    with vllm_server(
+        tmp_path / "deadline.log",
+        *("--scheduler-cls", "app.engine.scheduler.DeadlineScheduler", "--additional-config", json.dumps(settings)),
+    ) as deadline:
+        assert len(answers(server)) == len(prompts)
+        assert answers(deadline) == answers(server)
+        answer = deadline.client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=100,
+            response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}},
+            extra_body={"vllm_xargs": xargs[0]},
+        )
+        assert isinstance(json.loads(answer.choices[0].message.content or "")["ok"], bool)
+        test_a_client_that_leaves_frees_the_engine(deadline)
+
+
 def test_what_is_not_simulated_is_refused_at_start(tmp_path: Path) -> None:
     log = tmp_path / "refused.log"
     with pytest.raises(AssertionError), vllm_server(log, "--enable-lora"):
