@@ -301,6 +301,8 @@ def main(argv: list[str]) -> int:
     for title, own in compared.items():
         print(f"{title}: " + ", ".join(f"{what} {value:.2f}" for what, value in own.items()))
     for title, pooled in results.items():
+        if not any(load.targets.ttft_ms or load.targets.tpot_ms for load in mix.values()):
+            break
         share = "" if not most else f", {pooled.goodput() / most:.3f} of the bound"
         print(f"{title}: goodput {pooled.goodput():.2f} requests/s{share}")
     for title, one in found.items():
