@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from app.errors import ConfigError
@@ -172,6 +173,8 @@ class PoolConfig(ConfigModel):
 
 class TargetsConfig(ConfigModel):
     """What a class is promised. The engines' schedulers order and size their steps by it."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     ttft_ms: float | None = Field(
         None,
@@ -373,6 +376,21 @@ class SluiceConfig(ConfigModel):
 
 def _names(names: Any) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def read_yaml(path: Path, what: str) -> Any:
+    """The document in a YAML file; `what` it should be, for the message.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ConfigError: it cannot be read, or is not YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as a {what}: {' '.join(str(error).split())}") from None
 
 
 def describe_validation_error(error: ValidationError) -> str:

@@ -28,29 +28,18 @@ from scripts.scheduling import arms, live
 from scripts.scheduling.bound import goodput_bound
 from scripts.scheduling.cost import RUNNING, WAITING, schedule_cost
 from scripts.scheduling.figures import Pooled, plot, table
-from scripts.scheduling.workload import MIXES, Mix, load_mix, open_offers, scaled, with_trace
+from scripts.scheduling.workload import (
+    MIXES,
+    Mix,
+    check_lengths,
+    first_alone,
+    load_mix,
+    most_prompt_tokens,
+    open_offers,
+    scaled,
+    with_trace,
+)
 
-# A 135M-parameter model on one or two cores: what it can carry, and what a person would still wait for. The long
-# prompts and the batch alone leave it little room.
-CPU_MIX: dict[str, Any] = {
-    "interactive": {
-        "targets": {"ttft_ms": 2000, "tpot_ms": 400},
-        "rate": 0.5,
-        "prompt_tokens": {"min": 16, "max": 128},
-        "output_tokens": {"min": 16, "max": 48},
-    },
-    "long": {
-        "targets": {"ttft_ms": 60_000, "tpot_ms": 1000},
-        "rate": 0.06,
-        "prompt_tokens": {"min": 2000, "max": 4000},
-        "output_tokens": {"min": 8, "max": 32},
-    },
-    "batch": {
-        "concurrency": 8,
-        "prompt_tokens": {"min": 32, "max": 256},
-        "output_tokens": {"min": 64, "max": 128},
-    },
-}
 _CPU_ENGINE = {
     "max_num_seqs": 64,
     "max_num_batched_tokens": 2048,
@@ -89,12 +78,19 @@ def _merit(pooled: Pooled, first: str) -> tuple[float, float]:
 def _run(options: argparse.Namespace, mix: Mix, arm: arms.Arm) -> Pooled:
     print(f"{arm.title} ...", file=sys.stderr, flush=True)
     pooled = Pooled()
-    for seed in range(options.seed, options.seed + options.seeds):
+    ranks = list(mix)
+    for seed in _seeds(options):
         if options.engine == "virtual":
-            pooled.runs.append(arms.run_virtual(arm, _setting(options, mix), seed))
+            run = arms.run_virtual(arm, _setting(options, mix), seed)
         else:
-            pooled.runs.append(live.run_live(_job(options, mix, arm, seed)))
+            run = live.run_live(_job(options, mix, arm, seed))
+        run.outcomes.sort(key=lambda outcome: ranks.index(outcome.offer.service_class))
+        pooled.runs.append(run)
     return pooled
+
+
+def _seeds(options: argparse.Namespace) -> range:
+    return range(options.seed, options.seed + options.seeds)
 
 
 def _setting(options: argparse.Namespace, mix: Mix) -> arms.Setting:
@@ -109,15 +105,14 @@ def _setting(options: argparse.Namespace, mix: Mix) -> arms.Setting:
 
 def _job(options: argparse.Namespace, mix: Mix, arm: arms.Arm, seed: int) -> live.Job:
     if arm.first_class_only:
-        name = next(iter(mix))
-        mix = {name: mix[name]}
+        mix = first_alone(mix)
     if options.engine == "cpu":
         engine = dict(_CPU_ENGINE)
     else:
         engine = {
             "max_num_seqs": 256,
             "max_num_batched_tokens": options.max_num_batched_tokens,
-            "max_model_len": 131_072,
+            "max_model_len": arms.MAX_MODEL_LEN,
             "async_scheduling": not options.no_async_scheduling,
         }
     engine["long_prefill_token_threshold"] = arm.engine.get("long_prefill_token_threshold", 0)
@@ -136,9 +131,10 @@ def _job(options: argparse.Namespace, mix: Mix, arm: arms.Arm, seed: int) -> liv
 def bound(options: argparse.Namespace, mix: Mix) -> float:
     """The most goodput that is possible, over all seeds."""
     profile = load_profile(options.profile)
+    longest = most_prompt_tokens(arms.MAX_MODEL_LEN)
     bounds = [
-        goodput_bound(profile, open_offers(mix, options.seconds, seed, 127_000), options.seconds)
-        for seed in range(options.seed, options.seed + options.seeds)
+        goodput_bound(profile, open_offers(mix, options.seconds, seed, longest), options.seconds)
+        for seed in _seeds(options)
     ]
     return sum(bounds) / len(bounds)
 
@@ -169,8 +165,7 @@ def sweep(options: argparse.Namespace, mix: Mix, names: tuple[str, ...]) -> dict
     """Up to which rate 99 % of the first class meet their targets, the other classes' load unchanged."""
     first = next(iter(mix))
     base = mix[first].rate
-    if base is None:
-        raise ConfigError("--sweep needs a mix whose first class has a rate")
+    assert base is not None
     found: dict[str, Any] = {}
     for name in names:
         points = []
@@ -195,16 +190,11 @@ def _mix(options: argparse.Namespace) -> Mix:
     elif options.trace:
         mix = {}
     else:
-        mix = load_mix("mixed") if options.engine != "cpu" else _cpu_mix()
+        mix = load_mix("cpu" if options.engine == "cpu" else "mixed")
     for name, path, rate in options.trace:
         mix = with_trace(mix, name or next(iter(mix), "interactive"), path, rate)
+    check_lengths(mix, _CPU_ENGINE["max_model_len"] if options.engine == "cpu" else arms.MAX_MODEL_LEN)
     return mix
-
-
-def _cpu_mix() -> Mix:
-    from scripts.scheduling.workload import parse_mix
-
-    return parse_mix(CPU_MIX, "mix")
 
 
 def _trace(text: str) -> tuple[str | None, Path, float | None]:
@@ -264,11 +254,14 @@ def main(argv: list[str]) -> int:
     """Print the tables, write the plot and the JSON."""
     parser = _parser()
     options = parser.parse_args(argv)
-    options.seeds = options.seeds or (8 if options.engine == "virtual" else 1)
+    if options.seeds is None:
+        options.seeds = 8 if options.engine == "virtual" else 1
     names = options.arms or (arms.FCFS, arms.PRIORITY, _TUNE, arms.DEADLINE, arms.ALONE)
     for name in names:
         if name not in (*arms.ARMS, _TUNE):
             parser.error(f"no arm {name}; there are {', '.join([*arms.ARMS, _TUNE])}")
+    if options.seconds <= 0 or options.seeds < 1:
+        parser.error("--seconds must be above 0, and --seeds at least 1")
     if options.sweep and options.engine != "virtual":
         parser.error("--sweep goes with --engine virtual")
     if options.cost:
@@ -282,7 +275,10 @@ def main(argv: list[str]) -> int:
             options.json.write_text(json.dumps(cost, indent=2) + "\n")
         return 0
     try:
+        load_profile(options.profile)
         mix = _mix(options)
+        if options.sweep and mix[next(iter(mix))].rate is None:
+            raise ConfigError("--sweep needs a mix whose first class has a rate")
         results = run_all(options, mix, names)
         # A real CPU has no cost model to bound it by.
         most = None if options.engine == "cpu" else bound(options, mix)
@@ -316,7 +312,7 @@ def main(argv: list[str]) -> int:
             "simulated": options.engine != "cpu",
             "profile": options.profile,
             "seconds": options.seconds,
-            "seeds": list(range(options.seed, options.seed + options.seeds)),
+            "seeds": list(_seeds(options)),
             "mix": {name: load.model_dump(mode="json", exclude_none=True) for name, load in mix.items()},
             "ratios": compared,
             "goodput_bound": most,

@@ -15,6 +15,7 @@ from app.errors import ConfigError
 from app.model_cache import resolve_source
 
 _MIB = 1 << 20
+DEADLINE_SCHEDULER = "app.engine.scheduler.DeadlineScheduler"
 
 
 def check_engine_args(config: SluiceConfig) -> None:
@@ -115,7 +116,7 @@ def _own_args(model: ModelConfig, pool: PoolConfig) -> dict[str, Any]:
     if engine.compact_json:
         args["structured_outputs_config"] = StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True)
     if engine.scheduler == "deadline":
-        args["scheduler_cls"] = "app.engine.scheduler.DeadlineScheduler"
+        args["scheduler_cls"] = DEADLINE_SCHEDULER
     executor = pool.executor
     if executor.kind == "cpu":
         args["distributed_executor_backend"] = "uni"

@@ -14,8 +14,8 @@ whether a running request gives up its slot or KV blocks to a deadline that woul
 decodes alone take too long, which of those without a target wait this time.
 
 Relies on these of vLLM's Scheduler: `schedule`, `update_from_output`, `add_request`, `make_stats`, `_free_request`,
-`_preempt_request`, `_reserve_prefill_lookahead`, `_handle_blocked_waiting_request`; its queues, `running`, `policy`,
-`max_num_active_reqs`; and AsyncScheduler.
+`_preempt_request`, `_update_request_with_output`, `_reserve_prefill_lookahead`, `_handle_blocked_waiting_request`; its
+queues, `running`, `policy`, `max_num_active_reqs`; and AsyncScheduler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, RequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -94,7 +94,7 @@ class SchedulerSettings(BaseModel):
         gt=0,
         le=1,
         description="Share of the tightest TPOT target that a step should take at most; the rest is for what the "
-        "step-time model gets wrong. Default: 0.88.",
+        "step-time model gets wrong, and for arrivals, which wait for a step's end. Default: 0.88.",
     )
     ttft_share: float = Field(
         0.15,
@@ -133,7 +133,6 @@ class _Track:
     targets: Targets
     deadline: float
     has_deadline: bool
-    has_target: bool
     tpot: float
     due: float = math.inf
     first_token: float = math.nan
@@ -145,6 +144,11 @@ class _Track:
     lost: int = 0
     last_step: int = 0
     is_predicted_late: bool = False
+
+    @property
+    def has_target(self) -> bool:
+        """Whether it was promised anything."""
+        return self.has_deadline or self.tpot != math.inf
 
     @property
     def awaits_first_token(self) -> bool:
@@ -186,12 +190,10 @@ def _late(candidate: Candidate[_Track], need_s: float) -> _Late:
 class DeadlineQueue(RequestQueue):
     """Waiting requests by deadline, then in the order in which they came. `track`: what is kept of a request."""
 
-    def __init__(self, track: Callable[[Request], _Track], requests: Iterable[Request] = ()) -> None:
+    def __init__(self, track: Callable[[Request], _Track]) -> None:
         self._track = track
         self._keys: dict[str, tuple[float, int]] = {}
         self._entries: list[tuple[float, int, Request]] = []
-        for request in requests:
-            self.add_request(request)
 
     def add_request(self, request: Request) -> None:
         """Put it in its place."""
@@ -251,20 +253,6 @@ class DeadlineQueue(RequestQueue):
         return iter([entry[2] for entry in self._entries])
 
 
-class _InOrder(DeadlineQueue):
-    """The requests that one step may admit, in the plan's order."""
-
-    def __init__(self, track: Callable[[Request], _Track], requests: Iterable[Request]) -> None:
-        self._places = itertools.count()
-        super().__init__(track, requests)
-
-    def add_request(self, request: Request) -> None:
-        """Put it last."""
-        key = (0.0, next(self._places))
-        self._keys[request.request_id] = key
-        self._entries.append((*key, request))
-
-
 def read_settings(additional_config: Any) -> SchedulerSettings:
     """The settings from vLLM's `additional_config`.
 
@@ -321,6 +309,8 @@ class DeadlineScheduler(Scheduler):
         # Steps whose output is not here yet: (work, when it was scheduled).
         self._in_flight: deque[tuple[StepWork, float]] = deque()
         self._last_end = -math.inf
+        # When the output that is being read came.
+        self._received = -math.inf
         self._allotted: dict[str, int] = {}
         self._steps_since_late = 0
         self._stats_due = -math.inf
@@ -373,14 +363,15 @@ class DeadlineScheduler(Scheduler):
             work, scheduled = self._in_flight.popleft()
             self.times.observe(work, now - max(scheduled, self._last_end))
             self._last_end = now
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self._with_target or self._tight:
-            for client in outputs.values():
-                for output in client.outputs:
-                    track = self._tracks.get(output.request_id)
-                    if track is not None and output.new_token_ids:
-                        self._note_tokens(track, len(output.new_token_ids), now)
-        return outputs
+        self._received = now
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _update_request_with_output(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        # Before vLLM frees a request that ends with these tokens.
+        updated = super()._update_request_with_output(request, *args, **kwargs)
+        if self._with_target and updated[0]:
+            self._note_tokens(self._tracks[request.request_id], len(updated[0]), self._received)
+        return updated
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's statistics; four times a second with ours in them."""
@@ -395,8 +386,9 @@ class DeadlineScheduler(Scheduler):
     # A plan and its execution.
 
     def _schedule_by_plan(self, now: float, prefilling: list[Request], throttle_prefills: bool) -> Any:
-        step, limits = self._limits(now, prefilling)
-        grants = self._grants(now, prefilling, step, limits)
+        begin = self._expected_begin(now)
+        step, limits = self._limits(now, begin, prefilling)
+        grants = self._grants(now, begin, prefilling, step, limits)
         admitted = [grant.candidate.key.request for grant in grants if not grant.candidate.is_running]
         for request in prefilling:
             self._allotted[request.request_id] = 0
@@ -404,7 +396,7 @@ class DeadlineScheduler(Scheduler):
             is_last = grant.tokens == grant.candidate.need
             # vLLM pads a lone last token to the length that drafts have.
             self._allotted[grant.candidate.key.request.request_id] = grant.tokens + is_last * self.num_spec_tokens
-        waiting, self.waiting = self.waiting, _InOrder(self._track, admitted)
+        waiting, self.waiting = self.waiting, FCFSRequestQueue(admitted)
         waiting.remove_requests(admitted)
         try:
             output = super().schedule(throttle_prefills)
@@ -428,14 +420,13 @@ class DeadlineScheduler(Scheduler):
         tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         return tokens
 
-    def _limits(self, now: float, prefilling: list[Request]) -> tuple[StepWork, StepLimits]:
+    def _limits(self, now: float, begin: float, prefilling: list[Request]) -> tuple[StepWork, StepLimits]:
         """What the decodes put into the step, without those that are held, and how much prefill may join them."""
         per_decode = 1 + self.num_spec_tokens
         decodes = len(self.running) - len(prefilling)
         context = sum(map(_computed_tokens, self.running)) - sum(map(_computed_tokens, prefilling))
         step = StepWork(decodes=decodes, decode_tokens=decodes * per_decode, decode_context_tokens=context)
         ahead = len(self._in_flight)
-        begin = self._expected_begin(now)
         tight = self._tight.values()
         soft, hard = step_limits(
             [track.due + ahead * track.tpot - begin for track in tight],
@@ -488,13 +479,15 @@ class DeadlineScheduler(Scheduler):
                 track.last_step = self.current_step
         return step
 
-    def _grants(self, now: float, prefilling: list[Request], step: StepWork, limits: StepLimits) -> list[Grant[_Track]]:
+    def _grants(
+        self, now: float, begin: float, prefilling: list[Request], step: StepWork, limits: StepLimits
+    ) -> list[Grant[_Track]]:
         if limits.tokens <= 0 or not (prefilling or self.waiting):
             return []
         decode_s = self.times.seconds(step)
         view = _View(
             now=now,
-            begin=self._expected_begin(now),
+            begin=begin,
             step_s=decode_s if math.isinf(limits.hard_s) else limits.hard_s,
             share=0.9 if math.isinf(limits.soft_s) else max(0.1, 1 - decode_s / limits.soft_s),
             free_blocks=self._free_blocks_beyond(prefilling),
@@ -502,7 +495,7 @@ class DeadlineScheduler(Scheduler):
         running = sorted(
             (track.deadline, track.number, track) for track in (self._tracks[r.request_id] for r in prefilling)
         )
-        late = self._late(running, view)
+        late = self._overdue(running, view)
         self._steps_since_late += 1
 
         def may_run(candidate: Candidate[_Track]) -> bool:
@@ -539,7 +532,7 @@ class DeadlineScheduler(Scheduler):
         while late and view.refused < _MOST_REFUSED:
             yield heapq.heappop(late).candidate
 
-    def _late(self, running: list[tuple[float, int, _Track]], view: _View) -> list[_Late]:
+    def _overdue(self, running: list[tuple[float, int, _Track]], view: _View) -> list[_Late]:
         """A heap of those whose deadlines have passed: of the longest late ones, those that need least come first."""
         late: list[_Late] = []
         for track, is_running in self._by_deadline(running, -math.inf, view.now):
@@ -716,7 +709,6 @@ class DeadlineScheduler(Scheduler):
             targets=targets,
             deadline=now + due - wall,
             has_deadline=has_deadline,
-            has_target=has_deadline or targets.tpot_s is not None,
             tpot=math.inf if targets.tpot_s is None else targets.tpot_s,
         )
         request.priority = self._as_priority(track.deadline, now, wall)

@@ -19,10 +19,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.config import describe_validation_error
+from app.config import describe_validation_error, read_yaml
 from app.errors import ConfigError
 
 
@@ -113,15 +112,12 @@ def load_profile(name: str) -> CostProfile:
     """
     if name in PROFILES:
         return PROFILES[name]
-    path = Path(name)
-    if not path.exists():
-        known = ", ".join(f"`{profile}`" for profile in PROFILES)
-        raise ConfigError(f"cost profile `{name}` is neither a file nor one of {known}")
     try:
-        document = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as a cost profile: {' '.join(str(error).split())}") from None
-    return parse_profile(document, str(path))
+        document = read_yaml(Path(name), "cost profile")
+    except FileNotFoundError:
+        known = ", ".join(f"`{profile}`" for profile in PROFILES)
+        raise ConfigError(f"cost profile `{name}` is neither a file nor one of {known}") from None
+    return parse_profile(document, name)
 
 
 def parse_profile(document: Any, where: str) -> CostProfile:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import operator
 import statistics
 from collections import deque
 from dataclasses import dataclass
@@ -71,6 +70,7 @@ class StepWork(NamedTuple):
 
 @dataclass(slots=True)
 class _Seen:
+    work: StepWork
     row: list[float]
     seconds: float
     step: int
@@ -88,7 +88,6 @@ class StepTimeModel:
         self._factor = 1.0
         # Steps in a row that took longer (above 0) or shorter (below 0) than the fit says, by `_JUMP` or more.
         self._run = 0
-        self._coefficients = [0.0] * _COLUMNS
         # f at the knots and its slope after each; then what attended, context, decodes and prefills cost each.
         self._at_knots = [0.0] * _PIECES
         self._slopes = [0.0] * _PIECES
@@ -110,13 +109,7 @@ class StepTimeModel:
 
     def seconds(self, work: StepWork) -> float:
         """How long a step takes; 0.0 before anything is known."""
-        return self._factor * self._raw(
-            work.decode_tokens + work.prefill_tokens,
-            work.attended_tokens,
-            work.decode_context_tokens,
-            work.decodes,
-            work.prefills,
-        )
+        return self._factor * self._fitted(work)
 
     def prefill_tokens_within(self, work: StepWork, seconds: float, depth: int, most: int) -> int:
         """How many tokens of one more prefill, at this depth, fit into a step with `work` that takes `seconds`.
@@ -154,7 +147,7 @@ class StepTimeModel:
             self._follow(seconds / predicted)
         self.steps += 1
         self._largest = max(self._largest, tokens)
-        seen = _Seen(_row(work), seconds, self.steps)
+        seen = _Seen(work, _row(work), seconds, self.steps)
         # Steps with and without prefill of one size differ most, so each has its own sample.
         bucket = (tokens.bit_length(), work.prefill_tokens > 0)
         self._buckets.setdefault(bucket, deque(maxlen=_PER_BUCKET)).append(seen)
@@ -166,6 +159,15 @@ class StepTimeModel:
             self._fit()
         elif self.steps % _FIT_EVERY == 0 and abs(self._run) < _JUMP_DOUBT_STEPS:
             self._fit()
+
+    def _fitted(self, work: StepWork) -> float:
+        return self._raw(
+            work.decode_tokens + work.prefill_tokens,
+            work.attended_tokens,
+            work.decode_context_tokens,
+            work.decodes,
+            work.prefills,
+        )
 
     def _raw(self, tokens: int, attended: float, context: int, decodes: int, prefills: int) -> float:
         piece = bisect.bisect_right(_KNOTS, tokens) - 1
@@ -199,10 +201,9 @@ class StepTimeModel:
         at_knots = coefficients[0] + np.concatenate(([0.0], np.cumsum(slopes[:-1] * np.diff(_KNOTS))))
         self._at_knots, self._slopes = at_knots.tolist(), slopes.tolist()
         self._attended, self._context, self._decode, self._prefill = coefficients[1 + _PIECES :].tolist()
-        self._coefficients = coefficients.tolist()
         self._factor = 1.0
         for seen in self._recent:
-            if fitted := self._of_row(seen.row):
+            if fitted := self._fitted(seen.work):
                 self._follow(seen.seconds / (fitted * self._factor))
 
     def _note_run(self, ratio: float) -> None:
@@ -211,7 +212,7 @@ class StepTimeModel:
 
     def _take_jump(self) -> None:
         run = list(self._recent)[-_JUMP_STEPS:]
-        ratios = [seen.seconds / predicted for seen in run if (predicted := self._of_row(seen.row))]
+        ratios = [seen.seconds / fitted for seen in run if (fitted := self._fitted(seen.work))]
         change = statistics.median(ratios) if ratios else 1.0
         after = {seen.step for seen in run}
         for bucket in self._buckets.values():
@@ -219,9 +220,6 @@ class StepTimeModel:
                 if seen.step not in after:
                     seen.seconds *= change
         self._run = 0
-
-    def _of_row(self, row: list[float]) -> float:
-        return math.fsum(map(operator.mul, row, self._coefficients))
 
     def _error(self, share: float) -> float:
         if not self._errors:

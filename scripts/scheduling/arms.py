@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +10,9 @@ from app.engine.scheduler import DeadlineScheduler
 from app.engine.step_cost import CostProfile
 from scripts.scheduling.figures import Outcome, Run
 from scripts.scheduling.virtual_engine import BLOCK, Seen, VirtualEngine
-from scripts.scheduling.workload import Mix, Offer, draw, open_offers
+from scripts.scheduling.workload import Mix, Offer, closed_loops, draw, first_alone, most_prompt_tokens, open_offers
 
+MAX_MODEL_LEN = 131_072
 # What "tuned" tries.
 THRESHOLDS = (128, 256, 512, 1024)
 
@@ -53,16 +53,13 @@ class Setting:
     seconds: float
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    max_model_len: int = 131_072
+    max_model_len: int = MAX_MODEL_LEN
     is_asynchronous: bool = True
 
 
 def run_virtual(arm: Arm, setting: Setting, seed: int) -> Run:
     """One arm, from the first request until the last of those that came in time has ended."""
-    mix = setting.mix
-    if arm.first_class_only:
-        name = next(iter(mix))
-        mix = {name: mix[name]}
+    mix = first_alone(setting.mix) if arm.first_class_only else setting.mix
     engine = VirtualEngine(
         arm.scheduler_cls,
         blocks=setting.profile.kv_capacity_tokens // BLOCK,
@@ -84,12 +81,11 @@ class _Replay:
         self._mix = mix
         self._seconds = setting.seconds
         self._start = engine.clock()
-        self._open = open_offers(mix, setting.seconds, seed, setting.max_model_len - 4096)
-        self._closed = {name: random.Random(f"{seed} {name}") for name, load in mix.items() if load.concurrency}
+        self._open = open_offers(mix, setting.seconds, seed, most_prompt_tokens(setting.max_model_len))
+        self._closed = closed_loops(mix, seed)
         self._ranks = {name: rank for rank, name in enumerate(mix)}
         self._sent: dict[str, tuple[Offer, Seen]] = {}
         self._numbers = itertools.count()
-        self._left_open = len(self._open)
 
     def run(self) -> Run:
         """Until nothing that came in time is left."""
@@ -151,7 +147,7 @@ class _Replay:
                 wasted_tokens=seen.recomputed,
                 preemptions=seen.request.num_preemptions,
             )
-            for offer, seen in sorted(self._sent.values(), key=lambda one: self._ranks[one[0].service_class])
+            for offer, seen in self._sent.values()
         ]
         times = getattr(self._engine.scheduler, "times", None)
         return Run(

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from app.config import CpuExecutor, SimulatedExecutorConfig
 from app.engine.targets import Targets, to_extra_args
 from scripts.scheduling.figures import Outcome, Run
-from scripts.scheduling.workload import Mix, Offer, draw, open_offers, parse_mix
+from scripts.scheduling.workload import Mix, Offer, closed_loops, draw, most_prompt_tokens, open_offers, parse_mix
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MODEL = "smollm2-135m-instruct"
@@ -73,14 +73,12 @@ class _Load:
 
     async def run(self) -> None:
         """Until nothing that came in time is left."""
-        offers = open_offers(self._mix, self._job.seconds, self._job.seed, self._job.engine["max_model_len"] - 256)
-        closed = {
-            name: random.Random(f"{self._job.seed} {name}") for name, load in self._mix.items() if load.concurrency
-        }
+        job = self._job
+        offers = open_offers(self._mix, job.seconds, job.seed, most_prompt_tokens(job.engine["max_model_len"]))
         self._start = time.monotonic()
         loops = [
             asyncio.create_task(self._loop(name, random_))
-            for name, random_ in closed.items()
+            for name, random_ in closed_loops(self._mix, job.seed).items()
             for _ in range(self._mix[name].concurrency or 0)
         ]
         tasks = []
@@ -88,7 +86,7 @@ class _Load:
             await asyncio.sleep(self._start + offer.at - time.monotonic())
             tasks.append(asyncio.create_task(self.send(offer)))
         await asyncio.gather(*tasks)
-        await asyncio.sleep(self._start + self._job.seconds - time.monotonic())
+        await asyncio.sleep(self._start + job.seconds - time.monotonic())
         for loop in loops:
             loop.cancel()
         await asyncio.gather(*loops, return_exceptions=True)
@@ -115,7 +113,7 @@ class _Load:
         prompt += [2000 + number % 40_000] * (offer.prompt_tokens - offer.shared)
         first: float | None = None
         last: float | None = None
-        tokens = in_time = 0
+        in_time = 0
         try:
             async for output in self._engine.generate(
                 tokens_input(prompt),
@@ -125,9 +123,7 @@ class _Load:
             ):
                 now = time.monotonic() - self._start
                 first = now if first is None else first
-                new = len(output.outputs[0].token_ids)
-                tokens += new
-                in_time += new if now < self._job.seconds else 0
+                in_time += len(output.outputs[0].token_ids) if now < self._job.seconds else 0
             last = now
         finally:
             self.outcomes.append(Outcome(offer, first, last, in_time))
@@ -136,6 +132,7 @@ class _Load:
 def _engine_args(job: Job) -> Any:
     from vllm import AsyncEngineArgs
 
+    from app.engine.arguments import DEADLINE_SCHEDULER
     from app.engine.simulated import simulated_engine_args
     from app.model_cache import builtin_model_path
 
@@ -145,7 +142,7 @@ def _engine_args(job: Job) -> Any:
     else:
         args.update(distributed_executor_backend="uni", enforce_eager=True)
     if job.is_deadline:
-        args["scheduler_cls"] = "app.engine.scheduler.DeadlineScheduler"
+        args["scheduler_cls"] = DEADLINE_SCHEDULER
     return AsyncEngineArgs(**args)
 
 
@@ -182,9 +179,7 @@ async def _serve(job: Job) -> dict[str, Any]:
         await load.run()
     finally:
         engine.shutdown()
-    ranks = list(mix)
-    outcomes = sorted(load.outcomes, key=lambda one: ranks.index(one.offer.service_class))
-    return {"outcomes": [asdict(one) for one in outcomes], "model_error_p90": errors[-1] if errors else None}
+    return {"outcomes": [asdict(one) for one in load.outcomes], "model_error_p90": errors[-1] if errors else None}
 
 
 def main() -> NoReturn:

@@ -26,12 +26,11 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from app.config import TargetsConfig, describe_validation_error
+from app.config import TargetsConfig, describe_validation_error, read_yaml
 from app.engine.targets import Targets
 from app.errors import ConfigError
 
@@ -91,10 +90,11 @@ class ClassLoad(BaseModel):
 
 Mix = dict[str, ClassLoad]
 
-_MIX = TypeAdapter(Mix)
+_MIX = TypeAdapter(Annotated[Mix, Field(min_length=1)])
 
 # `mixed` has a long prompt's work far above a chat's; `agents` has prompts of 1,500 tokens for answers of 13, as in
-# Azure's code-completion trace; `documents` has prompts as long as the model takes.
+# Azure's code-completion trace; `documents` has prompts as long as the model takes. `cpu` is for a model of 135M
+# parameters on one or two cores: what it can carry, and what a person would still wait for.
 MIXES: dict[str, dict[str, Any]] = {
     "mixed": {
         "interactive": {
@@ -149,6 +149,25 @@ MIXES: dict[str, dict[str, Any]] = {
             "output_tokens": {"min": 128, "max": 512},
         },
     },
+    "cpu": {
+        "interactive": {
+            "targets": {"ttft_ms": 2000, "tpot_ms": 400},
+            "rate": 0.5,
+            "prompt_tokens": {"min": 16, "max": 128},
+            "output_tokens": {"min": 16, "max": 48},
+        },
+        "long": {
+            "targets": {"ttft_ms": 60_000, "tpot_ms": 1000},
+            "rate": 0.06,
+            "prompt_tokens": {"min": 2000, "max": 4000},
+            "output_tokens": {"min": 8, "max": 32},
+        },
+        "batch": {
+            "concurrency": 8,
+            "prompt_tokens": {"min": 32, "max": 256},
+            "output_tokens": {"min": 64, "max": 128},
+        },
+    },
 }
 
 
@@ -173,14 +192,11 @@ def load_mix(name: str) -> Mix:
     """
     if name in MIXES:
         return parse_mix(MIXES[name], name)
-    path = Path(name)
     try:
-        document = yaml.safe_load(path.read_text())
+        document = read_yaml(Path(name), "mix")
     except FileNotFoundError:
         raise ConfigError(f"mix `{name}` is neither a file nor one of {', '.join(MIXES)}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as a mix: {' '.join(str(error).split())}") from None
-    return parse_mix(document, str(path))
+    return parse_mix(document, name)
 
 
 def parse_mix(document: Any, where: str) -> Mix:
@@ -202,6 +218,36 @@ def with_trace(mix: Mix, name: str, path: Path, rate: float | None) -> Mix:
     """
     targets = mix[name].targets if name in mix else TargetsConfig()
     return {**mix, name: ClassLoad(trace=path, rate=rate, targets=targets)}
+
+
+def first_alone(mix: Mix) -> Mix:
+    """The mix's first class without the others."""
+    name = next(iter(mix))
+    return {name: mix[name]}
+
+
+def most_prompt_tokens(max_model_len: int) -> int:
+    """How long a prompt of a trace may be, in tokens: what leaves room for an answer."""
+    return max_model_len - min(4096, max_model_len // 32)
+
+
+def check_lengths(mix: Mix, max_model_len: int) -> None:
+    """Refuse a mix with requests that the engine cannot hold.
+
+    Raises:
+        ConfigError: a class has longer ones than `max_model_len` tokens.
+    """
+    for name, load in mix.items():
+        if load.prompt_tokens is None or load.output_tokens is None:
+            continue
+        longest = load.prompt_tokens.max + load.output_tokens.max
+        if longest > max_model_len:
+            raise ConfigError(f"{name}: up to {longest} tokens per request, and the engine holds {max_model_len}")
+
+
+def closed_loops(mix: Mix, seed: int) -> dict[str, random.Random]:
+    """For each class with a closed loop, what its requests' lengths are drawn from."""
+    return {name: random.Random(f"{seed} {name}") for name, load in mix.items() if load.concurrency}
 
 
 def scaled(mix: Mix, name: str, rate: float) -> Mix:

@@ -121,6 +121,7 @@ def test_the_scheduler_asks_about_each_request_before_it_settles_its_tokens() ->
         ("add_request", ["request"]),
         ("_free_request", ["request"]),
         ("_preempt_request", ["request", "timestamp"]),
+        ("_update_request_with_output", ["request", "new_token_ids"]),
         ("_handle_blocked_waiting_request", ["request"]),
         ("_is_blocked_waiting_status", ["status"]),
         ("_get_local_prefix_cache_hit", ["request"]),

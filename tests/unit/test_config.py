@@ -120,6 +120,23 @@ def test_classes_have_each_their_tier_and_one_is_the_default(classes: dict[str, 
     assert refusal({**minimal_args(), "classes": classes}).startswith(f"args: classes: {message}")
 
 
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ({"ttft_ms": float("inf")}, "finite"),
+        ({"tpot_ms": 0}, "greater than 0"),
+        ({"ttft_ms_per_1k_tokens": 100}, "needs ttft_ms"),
+        ({"ttft": 100}, "ttft"),
+    ],
+)
+def test_targets_are_finite_and_above_zero(targets: dict[str, Any], message: str) -> None:
+    args = minimal_args()
+    args["classes"] = {"standard": {"service_tier": "default", "targets": targets}}
+    text = refusal(args)
+    assert "classes.standard.targets" in text
+    assert message in text
+
+
 @pytest.mark.parametrize("name", ["Fast", "9lives", "with-dash", "a" * 33])
 def test_names_are_short_lower_case_identifiers(name: str) -> None:
     args = minimal_args()

@@ -229,6 +229,14 @@ def test_misses_are_counted_by_class() -> None:
     assert counters.predicted_ttft_misses == counters.ttft_misses == counters.tpot_misses == {"interactive": 1}
 
 
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_a_miss_is_counted_of_a_request_that_ends_with_its_first_token(is_asynchronous: bool) -> None:
+    engine = CheckedEngine(is_asynchronous=is_asynchronous)
+    engine.add("late", 8000, 1, Targets(ttft_s=0.001, service_class="agents"))
+    engine.run()
+    assert engine.scheduler.counters.ttft_misses == {"agents": 1}
+
+
 def test_requests_without_targets_of_their_own_have_the_settings() -> None:
     engine = CheckedEngine(settings={"default_ttft_ms": 300, "default_tpot_ms": 20})
     engine.add("long", 8000, 5, LONG)

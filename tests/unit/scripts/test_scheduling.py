@@ -54,6 +54,7 @@ def test_a_trace_gives_arrivals_and_lengths(tmp_path: Path) -> None:
         ({"chat": {**CHAT, "speed": 1}}, "speed"),
         ({"chat": {**CHAT, "prompt_tokens": {"min": 5, "max": 2}}}, "less than min"),
         ("chat", "mix"),
+        ({}, "at least 1"),
     ],
 )
 def test_a_mix_that_is_none_is_refused_with_the_reason(document: object, message: str) -> None:
@@ -69,6 +70,28 @@ def test_an_unknown_mix_and_a_broken_trace_are_refused(tmp_path: Path, capsys: p
     with pytest.raises(SystemExit):
         main(["--trace", f"chat={path}"])
     assert "not a trace with the columns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "cpu", "--mix", "mixed"], "the engine holds 8192"),
+        (["--profile", "none"], "neither a file nor one of"),
+        (["--arms", "none"], "no arm none"),
+        (["--seconds", "0"], "--seconds must be above 0"),
+        (["--seeds", "0"], "--seeds at least 1"),
+        (["--mix", "batch", "--sweep"], "--sweep needs a mix whose first class has a rate"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_anything_runs(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert "FCFS ..." not in errors
 
 
 def test_all_named_mixes_are_mixes() -> None:
