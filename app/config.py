@@ -6,6 +6,7 @@ names the key's path and what is wrong with it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -157,6 +158,19 @@ class PoolConfig(ConfigModel):
         description="How long, in seconds, a replica that is stopped may finish its requests. Default: 120.",
     )
 
+    reserve: dict[Name, Annotated[float, Field(ge=0, le=1)]] = Field(
+        default_factory=dict,
+        description="Share of each replica's `max_num_seqs` that is kept for a class: others leave it free. So a class "
+        "that matters finds room, and a class that matters less is not starved. Default: none.",
+    )
+
+    @field_validator("reserve")
+    @classmethod
+    def _check_reserve(cls, reserve: dict[str, float]) -> dict[str, float]:
+        if sum(reserve.values()) > 1:
+            raise ValueError("the shares add up to more than 1; lower one")
+        return reserve
+
     @model_validator(mode="after")
     def _check_executor(self) -> Self:
         if self.executor.kind == "cpu":
@@ -210,6 +224,92 @@ class TargetsConfig(ConfigModel):
         return None if self.tpot_ms is None else self.tpot_ms / 1000
 
 
+class DialsConfig(ConfigModel):
+    """A class's trade between first tokens and throughput. A preset sets all dials; those that are given replace its.
+
+    | preset | hold_ms | running_share | step_tpot_share | max_output_tokens |
+    |---|---|---|---|---|
+    | latency | 250 | 0.5 | 0.5 | 2048 |
+    | balanced | 1000 | 1 | 1 | none |
+    | throughput | 60000 | 1 | none | none |
+    """
+
+    preset: Literal["latency", "balanced", "throughput"] | None = Field(
+        None, description="Default: balanced for classes with a TTFT target, throughput for those without."
+    )
+    hold_ms: float | None = Field(
+        None,
+        ge=0,
+        description="Queue window: how long a request may be held for room, in milliseconds, before it is refused. "
+        "Never beyond its TTFT target. Default: the preset's.",
+    )
+    running_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Concurrency ceiling: share of a replica's `max_num_seqs` that the class may have. Fewer sequences "
+        "make shorter steps. Default: the preset's.",
+    )
+    step_tpot_share: float | Literal["none"] | None = Field(
+        None,
+        description="Step TPOT target: what the engine is told to keep, as a share of the class's TPOT target; lower "
+        "makes steps shorter. `none`: it isn't told any. Default: the preset's.",
+    )
+    max_output_tokens: int | Literal["none"] | None = Field(
+        None, description="Output cap, in tokens per sequence; `none` for none. Default: the preset's."
+    )
+
+    @field_validator("step_tpot_share", "max_output_tokens")
+    @classmethod
+    def _check_positive(cls, value: float | str | None) -> float | str | None:
+        if isinstance(value, int | float) and value <= 0:
+            raise ValueError("must be above 0, or `none`")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Dials:
+    """A class's dials, the preset's where none are given. None for no limit."""
+
+    hold_s: float
+    running_share: float
+    step_tpot_share: float | None
+    max_output_tokens: int | None
+
+
+_PRESETS = {
+    "latency": Dials(0.25, 0.5, 0.5, 2048),
+    "balanced": Dials(1.0, 1.0, 1.0, None),
+    "throughput": Dials(60.0, 1.0, None, None),
+}
+
+
+class ClassLimitsConfig(ConfigModel):
+    """What one request, and all of a class together, may ask for."""
+
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Longest prompt, in tokens; what happens to longer ones `long_prompts` says. Default: none.",
+    )
+    over_max_output: Literal["lower", "reject"] = Field(
+        "lower",
+        description="What happens to a request for more than the output cap: `lower` it, which the header "
+        "`x-sluice-notes` tells, or `reject` it with 400. Default: lower.",
+    )
+    max_choices: int | None = Field(
+        None, ge=1, description="Most sequences of one request (prompts times `n`). Default: ingress.max_choices."
+    )
+    max_concurrent: int | None = Field(
+        None,
+        ge=1,
+        description="Requests of the class handled at once, held ones included; more get 429. Default: none.",
+    )
+    max_held: int = Field(
+        512, ge=0, description="Requests of the class that may be held at once; more are refused. Default: 512."
+    )
+
+
 class ServiceClassConfig(ConfigModel):
     """One class of service. Its place in `classes` is its importance: the first is the most important."""
 
@@ -217,6 +317,33 @@ class ServiceClassConfig(ConfigModel):
         description="OpenAI's `service_tier` value that asks for this class, echoed in answers."
     )
     targets: TargetsConfig = Field(default_factory=TargetsConfig, description="Latency targets. Default: none.")
+    dials: DialsConfig = Field(default_factory=DialsConfig, description="First token against throughput.")
+    limits: ClassLimitsConfig = Field(default_factory=ClassLimitsConfig, description="Caps.")
+    admit_share: float | None = Field(
+        None,
+        gt=0,
+        description="A request is admitted if its predicted TTFT is at most this share of its target. Classes with "
+        "lower shares are refused first. Default: 1 for the first class, 0.15 less for each further one, at least 0.4.",
+    )
+    spill_to: tuple[Name, ...] | None = Field(
+        None, description="Pools that may help out when the home pool is busy. Default: all; [] for none."
+    )
+
+    @property
+    def effective_dials(self) -> Dials:
+        """The dials, with the preset's values where none are given."""
+        given = self.dials
+        preset = _PRESETS[given.preset or ("throughput" if self.targets.ttft_ms is None else "balanced")]
+
+        def chosen(value: Any, default: Any) -> Any:
+            return default if value is None else None if value == "none" else value
+
+        return Dials(
+            preset.hold_s if given.hold_ms is None else given.hold_ms / 1000,
+            preset.running_share if given.running_share is None else given.running_share,
+            chosen(given.step_tpot_share, preset.step_tpot_share),
+            chosen(given.max_output_tokens, preset.max_output_tokens),
+        )
 
 
 class LengthConfig(ConfigModel):
@@ -243,6 +370,12 @@ class RoutingConfig(ConfigModel):
 
     lengths: tuple[LengthConfig, ...] = Field(min_length=1, description="Length classes, shortest first.")
     rules: tuple[RuleConfig, ...] = Field(min_length=1, description="Rule table, tried from the top.")
+    spillover: bool = Field(True, description="Other pools help out when a request's home pool is busy. Default: yes.")
+    admission: bool = Field(
+        True,
+        description="Requests that would be late are refused at once, and requests are held while there is no room. "
+        "Without it all are dispatched as they come. Default: yes.",
+    )
 
     @field_validator("lengths")
     @classmethod
@@ -362,6 +495,20 @@ class SluiceConfig(ConfigModel):
                 raise ValueError(
                     f"{where}.length: no length class `{rule.length}` is defined; defined are {_names(lengths)}"
                 )
+        for name, pool in self.pools.items():
+            for service_class in pool.reserve:
+                if service_class not in self.classes:
+                    raise ValueError(
+                        f"pools.{name}.reserve: no class `{service_class}` is defined; defined are "
+                        f"{_names(self.classes)}"
+                    )
+        for service_class, entry in self.classes.items():
+            for pool_name in entry.spill_to or ():
+                if pool_name not in self.pools:
+                    raise ValueError(
+                        f"classes.{service_class}.spill_to: no pool `{pool_name}` is defined; defined are "
+                        f"{_names(self.pools)}"
+                    )
         for service_class in self.classes:
             for length in lengths:
                 if not any(
@@ -372,6 +519,11 @@ class SluiceConfig(ConfigModel):
                         f"routing.rules: no rule matches class `{service_class}` with length `{length}`; add one"
                     )
         return self
+
+    def admit_share(self, service_class: str) -> float:
+        """Up to which share of its TTFT target a request of this class may be predicted to take."""
+        given = self.classes[service_class].admit_share
+        return max(0.4, 1 - 0.15 * list(self.classes).index(service_class)) if given is None else given
 
 
 def _names(names: Any) -> str:

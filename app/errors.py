@@ -6,6 +6,9 @@ RequestError                     an HTTP status, an OpenAI error body and an out
 ├── NotFound              404    no such route or model
 ├── MethodNotAllowed      405
 ├── BodyTooLarge          413
+├── QuotaExceeded         429    the caller has had what it may have, or its own requests are in the way
+├── Saturated             503    the request would be late: nothing that may serve it has room in time
+├── HoldExpired           503    it was held for room, and there was none in time
 ├── PoolSaturated         503    the pool takes no more at present; retry after a while
 ├── PoolUnavailable       503    the pool has no replica that answers
 ├── ReplicaLost           503    the replica died with the request
@@ -32,7 +35,7 @@ class RequestError(Exception):
 
     `status`: HTTP status. `kind`: OpenAI's `type` of the error. `outcome`: how metrics and spans count it.
     `retryable`: the same request may succeed later or elsewhere. `retry_after`: seconds for `Retry-After`, which every
-    retryable error has.
+    retryable error has. `details`: more about it, for programs.
     """
 
     status: ClassVar[int] = 500
@@ -40,15 +43,24 @@ class RequestError(Exception):
     outcome: ClassVar[Outcome] = "failed"
     retryable: ClassVar[bool] = False
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.details = details
         self.retry_after = _RETRY_AFTER_S if retry_after is None and self.retryable else retry_after
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI and vLLM write it."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}
+        return {"error": error if self.details is None else {**error, "details": self.details}}
 
 
 class InvalidRequest(RequestError):
@@ -81,6 +93,33 @@ class BodyTooLarge(RequestError):
     status = 413
     kind = "RequestEntityTooLarge"
     outcome = "rejected"
+
+
+class QuotaExceeded(RequestError):
+    """The caller has had what it may have, or its own requests are in the way."""
+
+    status = 429
+    kind = "RateLimitError"
+    outcome = "rejected"
+    retryable = True
+
+
+class Saturated(RequestError):
+    """The request would be late: nothing that may serve it has room in time."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    outcome = "rejected"
+    retryable = True
+
+
+class HoldExpired(RequestError):
+    """It was held for room, and there was none in time."""
+
+    status = 503
+    kind = "ServiceUnavailableError"
+    retryable = True
+    outcome = "evicted"
 
 
 class PoolSaturated(RequestError):

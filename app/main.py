@@ -51,6 +51,7 @@ class Ingress:
         from app.api.ingress import build_app
         from app.engine.render import Renderer
         from app.pools.client import HealthWatch, PoolClient
+        from app.pools.dispatcher import Dispatcher
         from app.telemetry.metrics import RequestMetrics
         from app.telemetry.tracing import Tracing
 
@@ -60,10 +61,11 @@ class Ingress:
         pools = {
             name: PoolClient(name, handle, config.pools[name].accept_timeout_s) for name, handle in handles.items()
         }
+        dispatcher = Dispatcher(config, pools)
         health = HealthWatch(serve.get_replica_context().app_name, list(pools))
         metrics = RequestMetrics(config.classes)
         self._gauges = asyncio.create_task(metrics.keep_gauges())
-        self._app = build_app(config, renderer, pools, health, self._tracing, metrics)
+        self._app = build_app(config, renderer, pools, dispatcher, health, self._tracing, metrics)
         if http_path() == "haproxy":
             logger.info("Requests arrive by HAProxy.")
         else:

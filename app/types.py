@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -94,8 +95,9 @@ class EngineRequest:
 
     `body` is the client's JSON without the fields that steer the server. `prompt_token_ids` holds one list of token
     ids per prompt, or is None where the replica has to render (multi-modal input, echo). `ttft_s`, `tpot_s`: its
-    targets, in seconds, None for none. `timeline` is on the clock that `clock` identifies. `ingress` and `number` name
-    the answer on a channel between the two.
+    targets, in seconds, None for none. `timeline` is on the clock that `clock` identifies. `sequences`: prompts times
+    choices. `replica_id`: the replica that it was placed on, "" for any. `ingress` and `number` name the answer on a
+    channel between the two.
     """
 
     request_id: str
@@ -110,6 +112,8 @@ class EngineRequest:
     timeline: Timeline
     clock: ClockReading
     trace_context: dict[str, str] = field(default_factory=dict)
+    sequences: int = 1
+    replica_id: str = ""
     ingress: str = ""
     number: int = 0
 
@@ -141,11 +145,57 @@ class Tail:
     body: bytes = b""
 
 
+# Deadlines by which a replica's state tells its work apart, in seconds after the state was taken.
+DUE_EDGES_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine has to do, and how fast it is.
+
+    `running`, `waiting`: sequences with and without a slot; `slots`: sequences that a step may run. `prefill_tokens`:
+    prompt tokens still to compute; `output_tokens`: tokens that all answers may still get. `kv_tokens`: what the KV
+    cache holds at most; `kv_free_tokens`: what of it is free.
+
+    Learned, in seconds, 0.0 where nothing is known yet: `decode_s`: a step of the present decodes alone; `step_s`: the
+    longest that a step should take; `token_s`: what a prompt token adds to a step; `pair_s`: what each pair of tokens
+    in a prompt's attention adds. `ahead`: seconds of prefill that are due by each of `DUE_EDGES_S`, cumulative.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    prefill_tokens: int = 0
+    output_tokens: int = 0
+    kv_tokens: int = 0
+    kv_free_tokens: int = 0
+    decode_s: float = 0.0
+    step_s: float = 0.0
+    token_s: float = 0.0
+    pair_s: float = 0.0
+    ahead: tuple[float, ...] = (0.0,) * len(DUE_EDGES_S)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """A replica as it was at `taken`, in seconds on the clock that `clock` identifies.
+
+    `sequences`: those that it has, by class. `load`: None where its engine tells none.
+    """
+
+    replica_id: str
+    taken: float
+    clock: ClockReading
+    sequences: dict[str, int]
+    load: EngineLoad | None
+
+
 # A replica's stream: Accepted, Head, and where the answer is streamed, SSE bytes that are ready to send and a Tail.
 ReplicaItem = Accepted | Head | bytes | Tail
 
-# What a channel carries: answers' numbers and items, in the order in which they belong to each answer.
-Frame = list[tuple[int, ReplicaItem]]
+# What a channel carries: answers' numbers and items, in the order in which they belong to each answer; and, under the
+# number 0, the replica's state.
+Frame = list[tuple[int, ReplicaItem | ReplicaState]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,8 +24,11 @@ from app.api.http import (
     until_client_gone,
 )
 from app.config import SluiceConfig
-from app.errors import InternalError, InvalidRequest, ReplicaLost, RequestError, from_engine
-from app.routing.classify import classify, home_pool
+from app.errors import InternalError, InvalidRequest, PoolUnavailable, ReplicaLost, RequestError, from_engine
+from app.routing.classify import classify, pools_for
+from app.routing.limits import within_limits
+from app.routing.placement import prefix_hashes
+from app.routing.replicas import Demand
 from app.telemetry.timeline import read_clock, server_timing, with_facts
 from app.telemetry.tracing import Tracing, carrier_from_headers, end_span, mark_outcome
 from app.types import UNKNOWN, ClockReading, EngineRequest, Head, JsonObject, Outcome, Rendered, Route, Tail, Timeline
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from app.pools.client import PoolClient, ReplicaStream
+    from app.pools.dispatcher import Dispatcher, Ticket
     from app.telemetry.metrics import RequestMetrics
 
 logger = logging.getLogger("sluice.ingress")
@@ -46,6 +50,10 @@ _OPERATIONS: dict[Route, str] = {"chat": "chat", "completions": "text_completion
 # another request's place, the second is decided by the class.
 _REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 _DROPPED_FIELDS = ("priority", "request_id")
+
+
+# How often a request whose replica was lost before it gave anything is placed again.
+_MOST_ATTEMPTS = 4
 
 
 class RendererPort(Protocol):
@@ -85,6 +93,7 @@ class Generation:
         config: SluiceConfig,
         renderer: RendererPort,
         pools: Mapping[str, PoolClient],
+        dispatcher: Dispatcher,
         tracing: Tracing,
         metrics: RequestMetrics,
         readers: ReaderWatch,
@@ -93,6 +102,7 @@ class Generation:
         self._config = config
         self._renderer = renderer
         self._pools = pools
+        self._dispatcher = dispatcher
         self._tracing = tracing
         self._metrics = metrics
         self._readers = readers
@@ -155,7 +165,7 @@ class Generation:
         )
 
     async def _handle(self, exchange: _Exchange, body: JsonObject) -> None:
-        """A request's way: render, classify, place, dispatch, stream."""
+        """A request's way: render, classify, admit, place, dispatch, stream."""
         timeline = exchange.timeline
         service_tier = body.pop("service_tier", None)
         body = _without_steering_fields(body)
@@ -165,47 +175,81 @@ class Generation:
         timeline.prompt_tokens = rendered.prompt_tokens
 
         service_class = classify(self._config.classes, service_tier, exchange.headers.get("x-priority"))
-        pool = home_pool(
-            self._config.routing,
-            self._config.pools,
-            service_class,
-            rendered.longest_prompt,
-            rendered.max_output_tokens,
-        )
-        self._classified(exchange, service_class, pool, rendered)
+        body, rendered, notes = within_limits(self._config, self._route, service_class, body, rendered)
+        pools = pools_for(self._config, service_class, rendered.longest_prompt, rendered.max_output_tokens)
+        demand = _demand(self._config, service_class, pools, rendered, timeline.received)
+        self._classified(exchange, demand, rendered, notes)
 
-        timeline.dispatched = time.monotonic()
-        targets = self._config.classes[service_class].targets
+        attempts = 0
+        while True:
+            attempts += 1
+            ticket = await self._dispatcher.admit(demand)
+            try:
+                await self._serve(exchange, ticket, body, rendered)
+                return
+            except (ReplicaLost, PoolUnavailable):
+                # Nothing of the answer has left, so another replica can give it.
+                if exchange.responder.started or attempts >= _MOST_ATTEMPTS:
+                    raise
+                exchange.attributes["sluice.attempts"] = attempts + 1
+                if exchange.stream is not None and exchange.stream.replica_id is not None:
+                    ticket.lost()
+                exchange.stream = None
+            finally:
+                ticket.close()
+
+    async def _serve(self, exchange: _Exchange, ticket: Ticket, body: JsonObject, rendered: Rendered) -> None:
+        demand, pool = ticket.demand, ticket.placement.pool
+        self._placed(exchange, ticket)
+        targets = self._config.classes[demand.service_class]
         stream = self._pools[pool].dispatch(
             EngineRequest(
                 request_id=exchange.request_id,
                 route=self._route,
                 body=body,
                 prompt_token_ids=rendered.prompt_token_ids,
-                service_class=service_class,
-                service_tier=self._config.classes[service_class].service_tier,
+                service_class=demand.service_class,
+                service_tier=targets.service_tier,
                 pool=pool,
-                ttft_s=targets.ttft_s(rendered.longest_prompt),
-                tpot_s=targets.tpot_s,
-                timeline=timeline,
+                ttft_s=None if demand.ttft_s is None else demand.ttft_s + ticket.later_s,
+                tpot_s=demand.tpot_s,
+                timeline=exchange.timeline,
                 clock=exchange.clock,
                 trace_context=exchange.carrier,
+                sequences=demand.sequences,
+                replica_id=ticket.placement.replica_id,
             )
         )
         exchange.stream = stream
         try:
             await stream.accepted(self._pools[pool].accept_timeout_s)
             exchange.attributes["sluice.replica"] = stream.replica_id or ""
-            await self._relay(exchange, stream)
+            await self._relay(exchange, stream, ticket)
         except BaseException:
             stream.cancel()
             raise
 
-    def _classified(self, exchange: _Exchange, service_class: str, pool: str, rendered: Rendered) -> None:
-        exchange.service_class, exchange.pool = service_class, pool
-        self._metrics.entered(service_class)
-        exchange.responder.add_headers({"x-sluice-class": service_class, "x-sluice-pool": pool})
-        exchange.attributes.update({"sluice.class": service_class, "sluice.pool": pool})
+    def _placed(self, exchange: _Exchange, ticket: Ticket) -> None:
+        exchange.timeline.dispatched = time.monotonic()
+        placement = ticket.placement
+        exchange.pool = placement.pool
+        exchange.responder.add_headers({"x-sluice-pool": placement.pool})
+        exchange.attributes["sluice.pool"] = placement.pool
+        exchange.attributes["sluice.spilled"] = placement.spilled
+        if placement.prediction is not None:
+            predicted_ms = placement.prediction.ttft_s * 1000
+            exchange.attributes["sluice.predicted_ttft_ms"] = round(predicted_ms, 1)
+            exchange.responder.add_headers({"x-sluice-predicted-ttft-ms": f"{predicted_ms:.0f}"})
+
+    def _classified(self, exchange: _Exchange, demand: Demand, rendered: Rendered, notes: Sequence[str]) -> None:
+        # Until it is placed, the pool that it was meant for.
+        exchange.service_class, exchange.pool = demand.service_class, demand.pools[0]
+        self._metrics.entered(exchange.service_class)
+        exchange.responder.add_headers({"x-sluice-class": exchange.service_class, "x-sluice-pool": exchange.pool})
+        exchange.attributes.update({"sluice.class": exchange.service_class, "sluice.pool": exchange.pool})
+        if notes:
+            exchange.responder.add_headers({"x-sluice-notes": ", ".join(notes)})
+            exchange.attributes["sluice.notes"] = ", ".join(notes)
         exchange.span.set_attributes(
             {
                 gen_ai.GEN_AI_REQUEST_MODEL: rendered.model,
@@ -217,7 +261,7 @@ class Generation:
         if rendered.max_output_tokens is not None:
             exchange.span.set_attribute(gen_ai.GEN_AI_REQUEST_MAX_TOKENS, rendered.max_output_tokens)
 
-    async def _relay(self, exchange: _Exchange, stream: ReplicaStream) -> None:
+    async def _relay(self, exchange: _Exchange, stream: ReplicaStream, ticket: Ticket) -> None:
         responder = exchange.responder
         head = await stream.head()
         self._learn(exchange, head)
@@ -230,6 +274,7 @@ class Generation:
             return
         await responder.begin_stream(head.body)
         exchange.timeline.first_sent = time.monotonic()
+        ticket.first_token()
         with self._readers.watching(responder):
             while not isinstance(item := await stream.more(), Tail):
                 await responder.stream(item)
@@ -282,6 +327,27 @@ class Generation:
         if exchange.service_class != UNKNOWN:
             self._metrics.left(exchange.service_class)
         self._metrics.ended(exchange.service_class, exchange.pool, outcome, timeline, end)
+
+
+def _demand(
+    config: SluiceConfig, service_class: str, pools: tuple[str, ...], rendered: Rendered, received: float
+) -> Demand:
+    entry = config.classes[service_class]
+    step_share = entry.effective_dials.step_tpot_share
+    tpot_s = entry.targets.tpot_s
+    ids = rendered.prompt_token_ids
+    output = rendered.max_output_tokens
+    return Demand(
+        service_class=service_class,
+        prompt_tokens=rendered.prompt_tokens,
+        received=received,
+        ttft_s=entry.targets.ttft_s(rendered.longest_prompt),
+        tpot_s=None if tpot_s is None or step_share is None else tpot_s * step_share,
+        output_tokens=None if output is None else output * rendered.sequences,
+        sequences=rendered.sequences,
+        prefix=prefix_hashes(ids[0]) if ids is not None and len(ids) == 1 else (),
+        pools=pools,
+    )
 
 
 def _without_steering_fields(body: JsonObject) -> JsonObject:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from app.config import SluiceConfig
     from app.pools.client import HealthWatch, PoolClient
+    from app.pools.dispatcher import Dispatcher
     from app.telemetry.metrics import RequestMetrics
     from app.telemetry.tracing import Tracing
 
@@ -37,6 +38,7 @@ def build_app(
     config: SluiceConfig,
     renderer: ModelListing,
     pools: Mapping[str, PoolClient],
+    dispatcher: Dispatcher,
     health: HealthWatch,
     tracing: Tracing,
     metrics: RequestMetrics,
@@ -46,7 +48,7 @@ def build_app(
     readers = ReaderWatch(config.ingress.slow_reader_timeout_s)
 
     def generation(route: str) -> Generation:
-        return Generation(route, config, renderer, pools, tracing, metrics, readers)  # type: ignore[arg-type]
+        return Generation(route, config, renderer, pools, dispatcher, tracing, metrics, readers)  # type: ignore[arg-type]
 
     async def list_models(request: Request) -> Response:
         return _json(200, await renderer.models())

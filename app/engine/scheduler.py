@@ -40,6 +40,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from app.config import describe_validation_error
 from app.engine.counters import Counters, encode
+from app.engine.load import due_by_edges, encode_load
 from app.engine.step_plan import (
     LATE_SIZE,
     LATE_STRETCH,
@@ -55,9 +56,15 @@ from app.engine.step_plan import (
 from app.engine.step_time import StepTimeModel, StepWork
 from app.engine.targets import FIRST_DEADLINE_MS, PATIENCE_S, Targets, deadline, from_extra_args, to_priority
 from app.errors import ConfigError
+from app.types import EngineLoad
 
 CONFIG_KEY = "sluice_scheduler"
 _STATS_PERIOD_S = 0.25
+# How often the load is told; what it costs grows with the requests that wait.
+_LOAD_PERIOD_S = 0.05
+_LOAD_COST_SHARE = 0.01
+# Steps from which on the step-time model's figures are told.
+_LEARNED_STEPS = 8
 # How long a TTFT target steers the length of steps after the last request that had it.
 _TTFT_MEMORY_S = 60.0
 # A cached prefix is looked up again after this many steps of waiting.
@@ -314,6 +321,9 @@ class DeadlineScheduler(Scheduler):
         self._allotted: dict[str, int] = {}
         self._steps_since_late = 0
         self._stats_due = -math.inf
+        self._load_due = -math.inf
+        # The longest that the last step should have taken.
+        self._soft_s = math.inf
 
     # What vLLM tells the scheduler.
 
@@ -346,6 +356,7 @@ class DeadlineScheduler(Scheduler):
         prefilling = [request for request in self.running if request.is_prefill_chunk]
         if not self._with_target or self._pause_state == PauseState.PAUSED_ALL:
             self.policy = SchedulingPolicy.FCFS
+            self._soft_s = math.inf
             output = super().schedule(throttle_prefills)
         else:
             self.policy = SchedulingPolicy.PRIORITY
@@ -381,7 +392,52 @@ class DeadlineScheduler(Scheduler):
             self._stats_due = now + _STATS_PERIOD_S
             errors = {"step_time_error_p50": self.times.error_p50, "step_time_error_p90": self.times.error_p90}
             stats.num_kv_fetch_reqs_by_stage.update(encode(self.counters, errors))
+        if stats is not None and (now >= self._load_due or not self.requests):
+            stats.num_kv_fetch_reqs_by_stage.update(encode_load(self.load(now)))
+            self._load_due = now + max(_LOAD_PERIOD_S, (self.clock() - now) / _LOAD_COST_SHARE)
         return stats
+
+    def load(self, now: float) -> EngineLoad:
+        """What there is to do, at `now` on the scheduler's clock."""
+        computing = [request for request in self.running if request.is_prefill_chunk]
+        waiting = [*self.waiting, *self.kv_holding_waiting]
+        decodes = len(self.running) - len(computing)
+        step = StepWork(
+            decodes=decodes,
+            decode_tokens=decodes * (1 + self.num_spec_tokens),
+            decode_context_tokens=sum(map(_computed_tokens, self.running)) - sum(map(_computed_tokens, computing)),
+        )
+        decode_s = step_s = token_s = pair_s = 0.0
+        if self.times.steps >= _LEARNED_STEPS:
+            decode_s = self.times.seconds(step) if decodes else 0.0
+            room = max(MIN_CHUNK_TOKENS, self.max_num_scheduled_tokens - step.decode_tokens)
+            if math.isfinite(self._soft_s):
+                room = max(MIN_CHUNK_TOKENS, self.times.prefill_tokens_within(step, self._soft_s, 0, room))
+            token_s, pair_s = self.times.prefill_rates(step, room)
+            step_s = self._soft_s if math.isfinite(self._soft_s) else decode_s + room * token_s
+        work: list[tuple[float, float]] = []
+        tokens = 0
+        for request in computing + waiting:
+            track = self._tracks[request.request_id]
+            depth = request.num_computed_tokens if request.num_computed_tokens else track.cached
+            need = max(0, request.num_tokens - depth)
+            tokens += need
+            work.append((track.deadline - now, need * token_s + need * (depth + need / 2) * pair_s))
+        pool = self.kv_cache_manager.block_pool
+        return EngineLoad(
+            running=len(self.running),
+            waiting=len(waiting),
+            slots=self.max_num_active_reqs,
+            prefill_tokens=tokens,
+            output_tokens=sum(max(0, one.max_tokens - one.num_output_tokens) for one in self.requests.values()),
+            kv_tokens=pool.num_gpu_blocks * self.block_size,
+            kv_free_tokens=pool.get_num_free_blocks() * self.block_size,
+            decode_s=decode_s,
+            step_s=step_s,
+            token_s=token_s,
+            pair_s=pair_s,
+            ahead=due_by_edges(work),
+        )
 
     # A plan and its execution.
 
@@ -414,7 +470,9 @@ class DeadlineScheduler(Scheduler):
         if allotted is not None and allotted < num_new_tokens:
             if not allotted:
                 return 0
-            num_new_tokens = allotted
+            # A prefix that was in the cache when it was looked up may be gone; prompts that cannot be cut stay whole.
+            if self.scheduler_config.enable_chunked_prefill:
+                num_new_tokens = allotted
         if not self.num_prefill_lookahead:
             return num_new_tokens
         tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
@@ -435,6 +493,7 @@ class DeadlineScheduler(Scheduler):
             self.settings.tpot_margin,
             self.settings.ttft_share,
         )
+        self._soft_s = soft
         if decodes and self.times.seconds(step) > hard:
             step = self._hold_decodes(step, soft, per_decode)
         spec = self.vllm_config.speculative_config

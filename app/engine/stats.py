@@ -6,11 +6,15 @@ classes of its metrics, `_counter_cls` and `_gauge_cls`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
 from app.engine.counters import BY_CLASS, TEXTS, Progress, Reader
+from app.engine.load import decode_load
+from app.types import EngineLoad
 
 # Ray's agent handles each observation of a histogram again, in Python: about 10 µs per token, a tenth of what the
 # token costs in all. A regular sample keeps the distribution; its count and sum are of the sample.
@@ -51,6 +55,25 @@ class SchedulerMetrics:
             (metric if service_class is None else metric.labels(service_class)).inc(increase)
         for name, share in progress.errors.items():
             self._error.labels(name.rpartition("_")[2]).set(share)
+
+
+class LoadWatch(StatLoggerBase):
+    """Keeps the load that the engine core told last. `told`: calls it whenever there is one."""
+
+    def __init__(self, told: Callable[[EngineLoad], None]) -> None:
+        self._told = told
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """What an engine reports after a step."""
+        if scheduler_stats is not None:
+            load = decode_load(scheduler_stats.num_kv_fetch_reqs_by_stage)
+            if load is not None:
+                self._told(load)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
 
 
 class SampledRayStatLogger(RayPrometheusStatLogger):

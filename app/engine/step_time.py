@@ -135,6 +135,12 @@ class StepTimeModel:
                 high = middle
         return low
 
+    def prefill_rates(self, work: StepWork, tokens: int) -> tuple[float, float]:
+        """What each of so many prefill tokens adds to a step with `work`, and each pair of tokens that attend to one
+        another, in seconds."""
+        more = work._replace(prefill_tokens=work.prefill_tokens + tokens, prefills=work.prefills + 1)
+        return max(0.0, self.seconds(more) - self.seconds(work)) / tokens, self._factor * self._attended
+
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step that took `seconds`; one that is not above 0 is passed over."""
         tokens = work.decode_tokens + work.prefill_tokens

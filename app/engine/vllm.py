@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextvars import ContextVar
 from typing import Any
@@ -32,10 +34,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from app.config import ModelConfig, PoolConfig
 from app.engine.arguments import chat_template, engine_args
 from app.engine.deltas import DeltaSink, DeltaTap, is_plain, template_of
-from app.engine.stats import SampledRayStatLogger
+from app.engine.stats import LoadWatch, SampledRayStatLogger
 from app.engine.targets import Targets, engine_priority, with_targets
 from app.telemetry.timeline import read_clock, usage_metrics, with_facts
-from app.types import ClockReading, EngineFacts, EngineRequest, Head, JsonObject, Tail
+from app.types import ClockReading, EngineFacts, EngineLoad, EngineRequest, Head, JsonObject, Tail
 
 _ERROR_CHUNK = 'data: {"error"'
 _CHUNK_START = 'data: {"id"'
@@ -120,10 +122,13 @@ class VLLMEngine:
 
         The process must have been prepared by `environment.prepare_engine_process` on this thread.
         """
+        self._load: EngineLoad | None = None
+        self._load_taken = 0.0
+        loggers: list[Any] = [lambda vllm_config, engine_index: LoadWatch(self._learn_load)]
+        if ray_metrics:
+            loggers.append(SampledRayStatLogger)
         self._llm = _ObservedLLM.from_engine_args(
-            engine_args(model, pool),
-            usage_context=UsageContext.OPENAI_API_SERVER,
-            stat_loggers=[SampledRayStatLogger] if ray_metrics else None,
+            engine_args(model, pool), usage_context=UsageContext.OPENAI_API_SERVER, stat_loggers=loggers
         )
         self._scheduler = pool.engine.scheduler
         self._clock = read_clock()
@@ -168,6 +173,29 @@ class VLLMEngine:
         """Sequences that the engine has not finished."""
         count: int = self._llm.get_num_unfinished_requests()
         return count
+
+    def load(self) -> tuple[EngineLoad | None, float]:
+        """What the engine has to do, None where its scheduler does not tell, and when that was, by `time.monotonic()`.
+
+        Without requests it is as of now.
+        """
+        if self._load is None or self.unfinished_requests:
+            return self._load, self._load_taken
+        idle = EngineLoad()
+        at_rest = dataclasses.replace(
+            self._load,
+            running=0,
+            waiting=0,
+            prefill_tokens=0,
+            output_tokens=0,
+            kv_free_tokens=self._load.kv_tokens,
+            decode_s=0.0,
+            ahead=idle.ahead,
+        )
+        return at_rest, time.monotonic()
+
+    def _learn_load(self, load: EngineLoad) -> None:
+        self._load, self._load_taken = load, time.monotonic()
 
     def new_call(self) -> EngineCall:
         """A call to follow one request by."""

@@ -5,6 +5,8 @@ travel together, as one *frame* per step: for each answer that gained something,
 made when the way is free, so that what accumulates meanwhile is merged. The replica's side is the `Outbox` with an
 `Outlet` per answer, the ingress's the `Mailbox` of each answer.
 
+Frames also carry the replica's state: with answers, or alone where there are none for a while.
+
 Each answer also has a call of its own: it carries the items where there is no channel yet, and is in any case what
 tells of cancellation, of errors, and of the loss of the replica.
 """
@@ -12,13 +14,20 @@ tells of cancellation, of errors, and of the loss of the replica.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from app.types import Frame, ReplicaItem
+from app.types import Frame, ReplicaItem, ReplicaState
 
 # Serve's messages between processes may have 4 MiB unless configured otherwise.
 _MAX_FRAME_BYTES = 1 << 20
+
+# How often a replica's state is told: while it has something to do, and while it has not.
+STATE_PERIOD_S = 0.05
+IDLE_STATE_PERIOD_S = 1.0
+STATE_NUMBER = 0
 
 
 class ChannelBroken(Exception):
@@ -126,10 +135,15 @@ class Outlet:
 class Outbox:
     """The replica's end of a channel to one ingress."""
 
-    def __init__(self, channel: int, idle_s: float) -> None:
-        """`channel`: its number. `idle_s`: seconds without any answer on it after which the channel ends."""
+    def __init__(self, channel: int, idle_s: float, state: Callable[[], ReplicaState]) -> None:
+        """`channel`: its number. `idle_s`: seconds without any answer on it after which the channel ends.
+        `state`: tells the replica's."""
         self.channel = channel
         self._idle_s = idle_s
+        self._state = state
+        self._is_state_due = True
+        self._state_timer: asyncio.TimerHandle | None = None
+        self._state_timer_s = 0.0
         self._outlets: dict[int, Outlet] = {}
         self._queue: deque[Outlet] = deque()
         self._wake = asyncio.Event()
@@ -148,21 +162,42 @@ class Outbox:
         if outlet is not None:
             outlet._pause(paused)
 
+    def hurry(self) -> None:
+        """The replica has something to do: its state is wanted soon, also where none of the answers go by this."""
+        if self._state_timer is not None and self._state_timer_s > STATE_PERIOD_S:
+            self._state_timer.cancel()
+            self._expect_state(STATE_PERIOD_S)
+
     async def frames(self) -> AsyncIterator[Frame]:
         """Frames, each made when it is asked for; ends when no answer has been on the channel for a while."""
-        while True:
-            while not self._queue:
-                self._wake.clear()
-                if self._outlets:
-                    await self._wake.wait()
-                    continue
-                try:
-                    async with asyncio.timeout(self._idle_s):
-                        await self._wake.wait()
-                except TimeoutError:
-                    # Nothing is awaited between here and the caller's last look, so no answer can come too late.
-                    return
-            yield self._gather()
+        loop = asyncio.get_running_loop()
+        quiet_until = loop.time() + self._idle_s
+        try:
+            while True:
+                while not self._queue and not self._is_state_due:
+                    if self._outlets:
+                        quiet_until = math.inf
+                    elif quiet_until == math.inf:
+                        quiet_until = loop.time() + self._idle_s
+                    elif loop.time() >= quiet_until:
+                        # Nothing is awaited between here and the caller's last look, so no answer can come too late.
+                        return
+                    self._wake.clear()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout_at(None if quiet_until == math.inf else quiet_until):
+                            await self._wake.wait()
+                yield self._gather()
+        finally:
+            if self._state_timer is not None:
+                self._state_timer.cancel()
+
+    def _expect_state(self, seconds: float) -> None:
+        self._state_timer_s = seconds
+        self._state_timer = asyncio.get_running_loop().call_later(seconds, self._tell_state)
+
+    def _tell_state(self) -> None:
+        self._is_state_due = True
+        self._wake.set()
 
     def break_up(self) -> None:
         """The channel is gone: answers that are on it cannot be told to the end."""
@@ -174,6 +209,11 @@ class Outbox:
     def _gather(self) -> Frame:
         frame: Frame = []
         size = 0
+        if self._is_state_due:
+            self._is_state_due = False
+            state = self._state()
+            frame.append((STATE_NUMBER, state))
+            self._expect_state(STATE_PERIOD_S if any(state.sequences.values()) else IDLE_STATE_PERIOD_S)
         while self._queue and size < _MAX_FRAME_BYTES:
             outlet = self._queue.popleft()
             for item in outlet._take():

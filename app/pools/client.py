@@ -15,15 +15,26 @@ import time
 import uuid
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from app.errors import AcceptTimeout, InternalError, PoolSaturated, PoolUnavailable, ReplicaLost, RequestError
+from app.pools import members
 from app.pools.channel import Mailbox
-from app.types import Accepted, EngineRequest, Head, OpenChannel, PauseAnswer, PoolHealth, ReplicaItem, Tail
+from app.types import (
+    Accepted,
+    EngineRequest,
+    Head,
+    OpenChannel,
+    PauseAnswer,
+    PoolHealth,
+    ReplicaItem,
+    ReplicaState,
+    Tail,
+)
 
 logger = logging.getLogger("sluice.pools")
 
@@ -33,6 +44,8 @@ _UNAVAILABLE_RETRY_AFTER_S = 5.0
 MAILBOX_BYTES = 256 << 10
 _CHANNEL_OPEN_S = 10.0
 _CHANNEL_LAG_S = 5.0
+# Until a channel that broke is opened again, while its replica is said to be there.
+_REOPEN_S = 0.5
 
 
 @contextmanager
@@ -153,12 +166,27 @@ class ReplicaStream:
         return InternalError(f"The replica of pool `{self._pool.name}` broke the protocol.")
 
 
+class PoolWatcher(Protocol):
+    """Is told of a pool's replicas."""
+
+    def set_replicas(self, pool: str, replica_ids: frozenset[str]) -> None:
+        """The pool has these now."""
+
+    def learn(self, pool: str, state: ReplicaState) -> None:
+        """One of them told its state."""
+
+    def lose(self, pool: str, replica_id: str) -> None:
+        """One of them stopped answering."""
+
+
 class PoolClient:
-    """Sends requests to one pool."""
+    """Sends requests to one pool, and keeps a channel to each of its replicas."""
 
     def __init__(self, name: str, handle: Any, accept_timeout_s: float) -> None:
         self.name = name
         self.accept_timeout_s = accept_timeout_s
+        self._watcher: PoolWatcher | None = None
+        self._members: frozenset[str] = frozenset()
         # Names this process on its channels.
         self._ingress = uuid.uuid4().hex
         self._numbers = itertools.count(1)
@@ -171,6 +199,18 @@ class PoolClient:
         self._generate = handle.options(stream=True).generate
         self._frames = handle.options(stream=True).frames
         self._pause = handle.pause
+
+    def watch(self, watcher: PoolWatcher) -> None:
+        """Tell `watcher` of the pool's replicas from now on."""
+        self._watcher = watcher
+        members.watch(self.name, self._set_members)
+
+    def _set_members(self, replica_ids: frozenset[str]) -> None:
+        self._members = replica_ids
+        if self._watcher is not None:
+            self._watcher.set_replicas(self.name, replica_ids)
+        for replica_id in replica_ids:
+            self._reached(replica_id)
 
     def dispatch(self, request: EngineRequest) -> ReplicaStream:
         """Hand a request to Ray, which gives it to a replica."""
@@ -186,13 +226,21 @@ class PoolClient:
         if replica_id not in self._channels:
             self._channels[replica_id] = asyncio.create_task(self._run_channel(replica_id, next(self._numbers)))
 
+    def _reopen(self, replica_id: str) -> None:
+        if replica_id in self._members:
+            self._reached(replica_id)
+
     def _ended(self, number: int) -> None:
         self._streams.pop(number, None)
 
     async def _run_channel(self, replica_id: str, channel: int) -> None:
-        """Open a channel to a replica and give what it brings to the answers, until the replica ends it."""
+        """Open a channel to a replica and give what it brings to the answers, until the replica ends it.
+
+        Replicas end those without answers; while a replica is a member, it is opened again.
+        """
         response = None
         streams = self._streams
+        broke = True
         try:
             with _ray_errors(self.name):
                 response = self._frames.remote(OpenChannel(replica_id, self._ingress, channel))
@@ -200,10 +248,15 @@ class PoolClient:
                     await anext(response)
                 async for frame in response:
                     for number, item in frame:
+                        if isinstance(item, ReplicaState):
+                            if self._watcher is not None:
+                                self._watcher.learn(self.name, item)
+                            continue
                         # Answers whose client has left are still on their way for a moment.
                         stream = streams.get(number)
                         if stream is not None:
                             stream.deliver(item, channel)
+                broke = False
         except (RequestError, TimeoutError) as error:
             logger.info("the channel to replica %s of pool %s ended: %s", replica_id, self.name, error)
         finally:
@@ -213,6 +266,10 @@ class PoolClient:
             for stream in list(streams.values()):
                 if stream.channel == channel:
                     stream.lose()
+            if broke and self._watcher is not None:
+                self._watcher.lose(self.name, replica_id)
+            if replica_id in self._members:
+                asyncio.get_running_loop().call_later(_REOPEN_S if broke else 0, self._reopen, replica_id)
 
     def _ask_to_pause(self, replica_id: str, number: int, paused: bool) -> None:
         self._keep(self._send_pause(PauseAnswer(replica_id, self._ingress, number, paused)))

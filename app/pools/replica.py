@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter as Tally
 from collections.abc import AsyncIterator
 
 from opentelemetry.trace import SpanKind
@@ -23,6 +24,7 @@ from app.types import (
     Outcome,
     PauseAnswer,
     ReplicaItem,
+    ReplicaState,
     Tail,
 )
 
@@ -46,6 +48,8 @@ class VLLMReplica:
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._engine = VLLMEngine(model, config, ray_metrics=True)
         self._outboxes: dict[str, Outbox] = {}
+        self._sequences: Tally[str] = Tally()
+        self._clock = read_clock()
         settle_process()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[ReplicaItem]:
@@ -56,6 +60,7 @@ class VLLMReplica:
         clock = read_clock()
         started = time.monotonic()
         call = self._engine.new_call()
+        self._enter(request, 1)
         outbox = self._outboxes.get(request.ingress)
         call.sink = outlet = None if outbox is None else outbox.open(request.number)
         outcome: Outcome = "cancelled"
@@ -93,6 +98,7 @@ class VLLMReplica:
             outcome, error_type = "failed", type(error).__name__
             raise
         finally:
+            self._enter(request, -1)
             if outlet is not None:
                 outlet.close()
             if not first.done():
@@ -118,12 +124,23 @@ class VLLMReplica:
                     attributes,
                 )
 
+    def _enter(self, request: EngineRequest, sign: int) -> None:
+        """A request is here (1), or not any more (-1)."""
+        self._sequences[request.service_class] += sign * request.sequences
+        for outbox in self._outboxes.values():
+            outbox.hurry()
+
+    def _state(self) -> ReplicaState:
+        load, taken = self._engine.load()
+        sequences = {name: count for name, count in self._sequences.items() if count}
+        return ReplicaState(self._replica_id, taken, self._clock, sequences, load)
+
     async def frames(self, request: OpenChannel) -> AsyncIterator[str | Frame]:
         """A channel to one ingress: this replica's id, then frames."""
         if request.replica_id != self._replica_id:
             raise ValueError(f"{self._replica_id} is not the replica that {request} is for")
         yield self._replica_id
-        outbox = Outbox(request.channel, _CHANNEL_IDLE_S)
+        outbox = Outbox(request.channel, _CHANNEL_IDLE_S, self._state)
         self._outboxes[request.ingress] = outbox
         try:
             async for frame in outbox.frames():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from app.config import PoolConfig, RoutingConfig, ServiceClassConfig
+from app.config import PoolConfig, RoutingConfig, ServiceClassConfig, SluiceConfig
 from app.errors import InvalidRequest
 
 # OpenAI's values of `service_tier`. `auto` leaves the choice to the server, `scale` is bought capacity, which this
@@ -49,6 +49,27 @@ def length_class(routing: RoutingConfig, prompt_tokens: int) -> str:
         if length.max_prompt_tokens is None or prompt_tokens <= length.max_prompt_tokens:
             return length.name
     raise AssertionError("the last length class has no bound")
+
+
+def pools_for(
+    config: SluiceConfig, service_class: str, prompt_tokens: int, max_output_tokens: int | None
+) -> tuple[str, ...]:
+    """Where a request may be served: its home pool first, then those that may help out.
+
+    Raises:
+        InvalidRequest: no pool that the rules name for it can hold the context.
+    """
+    home = home_pool(config.routing, config.pools, service_class, prompt_tokens, max_output_tokens)
+    if not config.routing.spillover:
+        return (home,)
+    allowed = config.classes[service_class].spill_to
+    context_tokens = prompt_tokens + (1 if max_output_tokens is None else max_output_tokens)
+    others = [
+        name
+        for name, pool in config.pools.items()
+        if name != home and (allowed is None or name in allowed) and context_tokens <= pool.engine.max_model_len
+    ]
+    return (home, *others)
 
 
 def home_pool(

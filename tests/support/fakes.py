@@ -5,8 +5,20 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from app.pools.client import PoolWatcher
 from app.telemetry.timeline import read_clock
-from app.types import EngineFacts, EngineRequest, Head, JsonObject, Outcome, Rendered, Route, Tail, Timeline
+from app.types import (
+    EngineFacts,
+    EngineRequest,
+    Head,
+    JsonObject,
+    Outcome,
+    Rendered,
+    ReplicaState,
+    Route,
+    Tail,
+    Timeline,
+)
 
 
 class FakeRenderer:
@@ -37,6 +49,11 @@ class FakeRenderer:
 
     async def models(self) -> JsonObject:
         return {"object": "list", "data": [{"id": "m", "object": "model"}]}
+
+
+def no_state() -> ReplicaState:
+    """The state of a replica whose engine tells nothing."""
+    return ReplicaState("replica-1", 0.0, read_clock(), {}, None)
 
 
 def facts(**stamps: Any) -> EngineFacts:
@@ -87,10 +104,15 @@ class FakePool:
 
     accept_timeout_s = 5.0
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.replica_ids = frozenset({f"{name}-1"})
         self.requests: list[EngineRequest] = []
         self.stream = FakeStream()
         self.dispatched = asyncio.Event()
+
+    def watch(self, watcher: PoolWatcher) -> None:
+        watcher.set_replicas(self.name, self.replica_ids)
 
     def dispatch(self, request: EngineRequest) -> FakeStream:
         self.requests.append(request)

@@ -13,6 +13,7 @@ EXPECTED: dict[int, type[openai.APIStatusError]] = {
     404: openai.NotFoundError,
     405: openai.APIStatusError,
     413: openai.APIStatusError,
+    429: openai.RateLimitError,
     500: openai.InternalServerError,
     501: openai.InternalServerError,
     503: openai.InternalServerError,
@@ -49,4 +50,4 @@ def test_what_the_client_raises(error: RequestError) -> None:
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: f"{type(error).__name__}-{error.status}")
 def test_a_clients_mistake_is_never_counted_as_a_failure(error: RequestError) -> None:
     assert (error.outcome == "failed") <= (error.status >= 500)
-    assert error.retryable == (error.status == 503) == (error.retry_after is not None)
+    assert error.retryable == (error.status in (429, 503)) == (error.retry_after is not None)

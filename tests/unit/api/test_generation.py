@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from app.api.ingress import build_app
 from app.config import SluiceConfig, TracingConfig, parse_config
 from app.errors import AcceptTimeout, PoolSaturated, ReplicaLost
+from app.pools.dispatcher import Dispatcher
 from app.telemetry.tracing import Tracing
 from app.types import Head, PoolHealth, Tail
 from tests.support.asgi import Client
@@ -58,7 +59,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.renderer = FakeRenderer()
-        self.pools = {name: FakePool() for name in ("interactive", "batch", "long_context")}
+        self.pools = {name: FakePool(name) for name in ("interactive", "batch", "long_context")}
         self.metrics = FakeMetrics()
         self.health = FakeHealth()
         self.exporter = InMemorySpanExporter()
@@ -67,6 +68,7 @@ class Bench:
             config(),
             self.renderer,
             self.pools,  # type: ignore[arg-type]
+            Dispatcher(config(), self.pools),
             self.health,  # type: ignore[arg-type]
             self.tracing,
             self.metrics,  # type: ignore[arg-type]

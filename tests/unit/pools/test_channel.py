@@ -9,7 +9,7 @@ import pytest
 
 from app.pools.channel import ChannelBroken, Mailbox, Outbox
 from app.types import Accepted, Frame, Head, Tail
-from tests.support.fakes import facts
+from tests.support.fakes import facts, no_state
 
 ACCEPTED, HEAD, TAIL = Accepted("r"), Head(200, b"h", final=False, facts=facts()), Tail(facts())
 
@@ -18,9 +18,15 @@ def write(text: str) -> bytes:
     return f"<{text}>".encode()
 
 
+def quiet(outbox: Outbox) -> Outbox:
+    """With the first state told already."""
+    outbox._is_state_due = False
+    return outbox
+
+
 @pytest.fixture
 def outbox() -> Outbox:
-    return Outbox(7, idle_s=60)
+    return quiet(Outbox(7, 60, no_state))
 
 
 class TestFrames:
@@ -71,7 +77,7 @@ class TestFrames:
         assert await anext(outbox.frames()) == [(2, b"<b>")]
 
     async def test_it_ends_when_it_was_idle_and_not_while_an_answer_is_on_it(self) -> None:
-        outbox = Outbox(7, idle_s=0.01)
+        outbox = quiet(Outbox(7, 0.01, no_state))
         outlet = outbox.open(1)
         frames = outbox.frames()
         ended = asyncio.ensure_future(_rest(frames))

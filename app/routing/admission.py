@@ -1,0 +1,325 @@
+"""Which requests are dispatched at once, which are held for a moment, which are refused. Pure.
+
+A request with a TTFT target is dispatched if its first token is predicted to come within a share of the target, which
+is smaller for less important classes, so that those are refused first. It is refused at once if not: holding it would
+not make it sooner, as engines serve by deadline anyway. A request is held while nothing that may serve it has room;
+those that are held are dispatched by deadline, and among one class's by fair queueing between keys. It is refused when
+its class's hold window or its deadline is over.
+
+Fairness: each key of a class has a clock, which runs ahead of the class's by the tokens of what is dispatched for it,
+divided by its weight (start-time fair queueing: Goyal, Vin, Cheng 1996). While others of the class wait for a
+first token, a key that has more than its share of the prefill work on its way is held, and engines serve what it sent
+after the others'.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from app.config import SluiceConfig
+from app.routing.placement import Fleet, NoRoom, Placement
+from app.routing.replicas import Demand
+
+# A key may have prefill work on its way that takes this share of the TTFT target, whatever others have.
+_QUANTUM_SHARE = 0.1
+# Where others' work takes no more than this share of the target, it is not for them that a first token is late, and
+# refusing would leave capacity unused.
+_IDLE_SHARE = 0.1
+# How much later than those of others the deadlines of a key's requests can be made, in times of its target.
+_MOST_LATER = 3.0
+# Ends of requests that tell how fast there is room.
+_ENDS = 64
+_LEAST_RETRY_S = 1.0
+_MOST_RETRY_S = 120.0
+# A hold that would end within this time is over.
+_SOON_S = 1e-3
+
+Reason = Literal["predicted_late", "no_room", "hold_expired", "too_many_held", "own_backlog", "pool_down"]
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Dispatch it there. `later_s`: how much later than its own the deadline is that engines should go by."""
+
+    placement: Placement
+    later_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Do not serve it. `predicted_ttft_s`: None where unknown; `retry_after_s`: when it could be served; `instead`:
+    classes that would take it now."""
+
+    reason: Reason
+    retry_after_s: float
+    predicted_ttft_s: float | None = None
+    instead: tuple[str, ...] = ()
+
+
+Decision = Admit | Refuse
+
+
+@dataclass(slots=True)
+class _Held:
+    number: int
+    demand: Demand
+    until: float
+    is_down: bool = False
+
+
+@dataclass(slots=True)
+class _Share:
+    """What a class knows of a key. `clock`: its virtual time; `waiting`: prompt tokens that wait for a first token."""
+
+    weight: float = 1.0
+    clock: float = 0.0
+    waiting: int = 0
+    held: int = 0
+
+
+@dataclass(slots=True)
+class _Class:
+    """What is kept of a class. `clock`: its virtual time."""
+
+    held: dict[int, _Held] = field(default_factory=dict)
+    keys: dict[str, _Share] = field(default_factory=dict)
+    clock: float = 0.0
+    ends: list[float] = field(default_factory=list)
+
+
+class Admission:
+    """Decides about the requests of one ingress."""
+
+    def __init__(self, config: SluiceConfig, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._classes: dict[str, _Class] = {}
+        self._sent: dict[int, Demand] = {}
+        self._waiting: dict[int, Demand] = {}
+        self.configure(config)
+
+    def configure(self, config: SluiceConfig) -> None:
+        """Go by another configuration, with the same pools, from now on."""
+        self._config = config
+        self._dials = {name: entry.effective_dials for name, entry in config.classes.items()}
+        self._classes = {name: self._classes.get(name, _Class()) for name in config.classes}
+
+    @property
+    def held(self) -> int:
+        """Requests that are held."""
+        return sum(len(entry.held) for entry in self._classes.values())
+
+    def set_weight(self, service_class: str, key: str, weight: float) -> None:
+        """A key's part of its class, next to others'."""
+        self._share(service_class, key).weight = weight
+
+    def arrive(self, number: int, demand: Demand, now: float) -> Decision | None:
+        """A request came. None: it is held; `settle` tells what becomes of it."""
+        if not self._config.routing.admission:
+            anywhere = Placement(demand.pools[0], "", None, 0, False)
+            return self._carry_out(_Held(number, demand, now), Admit(anywhere), now)
+        entry = self._classes[demand.service_class]
+        hold_s = min(self._dials[demand.service_class].hold_s, demand.deadline - now)
+        held = _Held(number, demand, now + hold_s)
+        # Those of the same class that wait for room go first, whoever's they are; fairness is settled among them.
+        is_behind = any(other.demand.pools == demand.pools and not other.is_down for other in entry.held.values())
+        if not is_behind:
+            decision = self._decide(held, now)
+            if decision is not None:
+                return self._carry_out(held, decision, now)
+        limit = self._config.classes[demand.service_class].limits.max_held
+        share = self._share(demand.service_class, demand.key)
+        if len(entry.held) >= limit:
+            fair = limit * share.weight / self._active_weight(entry, demand.key)
+            reason: Reason = "own_backlog" if demand.key and share.held >= fair else "too_many_held"
+            return self._refuse(reason, demand, now)
+        if hold_s <= _SOON_S:
+            return self._refuse("pool_down" if held.is_down else "no_room", demand, now)
+        entry.held[number] = held
+        share.held += 1
+        return None
+
+    def settle(self, now: float) -> list[tuple[int, Decision]]:
+        """What has become of requests that were held."""
+        settled: list[tuple[int, Decision]] = []
+        for entry in self._classes.values():
+            for held in [held for held in entry.held.values() if held.until <= now]:
+                self._release(entry, held)
+                reason: Reason = "pool_down" if held.is_down else "hold_expired"
+                settled.append((held.number, self._refuse(reason, held.demand, now)))
+        blocked: set[tuple[str, tuple[str, ...]]] = set()
+        for held in self._in_turn():
+            demand = held.demand
+            # Whoever has no target takes what room there is in order; a smaller one does not slip past.
+            direction = (demand.service_class, demand.pools)
+            if demand.ttft_s is None and direction in blocked:
+                continue
+            decision = self._decide(held, now)
+            if decision is None:
+                blocked.add(direction)
+                continue
+            self._release(self._classes[demand.service_class], held)
+            settled.append((held.number, self._carry_out(held, decision, now)))
+        return settled
+
+    def next_due(self) -> float:
+        """When the next hold ends; infinite where nothing is held."""
+        return min((held.until for entry in self._classes.values() for held in entry.held.values()), default=math.inf)
+
+    def withdraw(self, number: int) -> None:
+        """A held request's client left."""
+        for entry in self._classes.values():
+            held = entry.held.get(number)
+            if held is not None:
+                self._release(entry, held)
+
+    def first_token(self, number: int) -> None:
+        """A dispatched request has had its first token."""
+        demand = self._waiting.pop(number, None)
+        if demand is not None:
+            self._share(demand.service_class, demand.key).waiting -= demand.prompt_tokens
+
+    def ended(self, number: int, now: float) -> None:
+        """A dispatched request ended."""
+        self.first_token(number)
+        demand = self._sent.pop(number, None)
+        if demand is None:
+            return
+        entry = self._classes.get(demand.service_class)
+        if entry is not None:
+            entry.ends = [*entry.ends[-_ENDS + 1 :], now]
+
+    # Decisions.
+
+    def _decide(self, held: _Held, now: float) -> Decision | None:
+        demand = held.demand
+        choice = self._fleet.choose(demand, now)
+        if isinstance(choice, NoRoom):
+            held.is_down = choice.is_down
+            return None
+        held.is_down = False
+        if demand.ttft_s is None or choice.prediction is None:
+            return Admit(choice, self._later(demand))
+        predicted = choice.prediction.ttft_s
+        is_contended = choice.prediction.wait_s > _IDLE_SHARE * demand.ttft_s
+        if is_contended and predicted > self._config.admit_share(demand.service_class) * demand.ttft_s:
+            late = predicted - self._config.admit_share(demand.service_class) * demand.ttft_s
+            return self._refuse("predicted_late", demand, now, predicted, late)
+        if self._must_wait_for_others(demand, choice):
+            return None
+        return Admit(choice, self._later(demand))
+
+    def _carry_out(self, held: _Held, decision: Decision, now: float) -> Decision:
+        if isinstance(decision, Admit):
+            demand = held.demand
+            self._fleet.sent(held.number, demand, decision.placement, now)
+            self._sent[held.number] = self._waiting[held.number] = demand
+            entry, share = self._classes[demand.service_class], self._share(demand.service_class, demand.key)
+            share.waiting += demand.prompt_tokens
+            # The class's clock is at the start of what was dispatched last.
+            entry.clock = self._start(entry, share)
+            share.clock = entry.clock + demand.tokens / share.weight
+        return decision
+
+    def _refuse(
+        self, reason: Reason, demand: Demand, now: float, predicted: float | None = None, late_s: float = 0.0
+    ) -> Refuse:
+        entry = self._classes[demand.service_class]
+        retry = late_s
+        if reason in ("no_room", "hold_expired", "too_many_held", "own_backlog") and len(entry.ends) > 1:
+            # Those that are held go first, at the rate at which there is room.
+            span = max(now - entry.ends[0], 1e-3)
+            retry = (len(entry.held) + 1) * span / len(entry.ends)
+        retry = min(_MOST_RETRY_S, max(_LEAST_RETRY_S, retry))
+        return Refuse(reason, retry, predicted, self._instead(demand, now))
+
+    def _instead(self, demand: Demand, now: float) -> tuple[str, ...]:
+        """Less important classes that would take the request now."""
+        names = list(self._config.classes)
+        found = []
+        for name in names[names.index(demand.service_class) + 1 :]:
+            ttft_s = self._config.classes[name].targets.ttft_s(demand.prompt_tokens)
+            other = Demand(name, demand.prompt_tokens, now, ttft_s, pools=demand.pools, sequences=demand.sequences)
+            choice = self._fleet.choose(other, now)
+            if isinstance(choice, NoRoom):
+                if ttft_s is None and len(self._classes[name].held) < self._config.classes[name].limits.max_held:
+                    found.append(name)
+            elif (
+                ttft_s is None
+                or choice.prediction is None
+                or choice.prediction.ttft_s <= self._config.admit_share(name) * ttft_s
+            ):
+                found.append(name)
+        return tuple(found)
+
+    # Fairness.
+
+    def _share(self, service_class: str, key: str) -> _Share:
+        entry = self._classes.get(service_class)
+        return _Share() if entry is None else entry.keys.setdefault(key, _Share(clock=entry.clock))
+
+    def _start(self, entry: _Class, share: _Share) -> float:
+        return max(entry.clock, share.clock)
+
+    def _active_weight(self, entry: _Class, key: str) -> float:
+        """Weights of the keys that want something now, the given one among them."""
+        return sum(share.weight for name, share in entry.keys.items() if name == key or share.waiting or share.held)
+
+    def _excess(self, demand: Demand) -> float:
+        """By how much a key has more prefill work on its way than its share of the class's: 0 for not at all."""
+        entry = self._classes[demand.service_class]
+        share = entry.keys.get(demand.key)
+        total = sum(other.waiting for other in entry.keys.values())
+        if share is None or not total:
+            return 0.0
+        fair = share.weight / self._active_weight(entry, demand.key)
+        return max(0.0, share.waiting / total / fair - 1)
+
+    def _later(self, demand: Demand) -> float:
+        """How much later engines should place a request of a key that has more than its share on its way."""
+        entry = self._classes[demand.service_class]
+        if demand.ttft_s is None or len(entry.keys) < 2:
+            return 0.0
+        share = self._share(demand.service_class, demand.key)
+        typical = demand.prompt_tokens / share.weight
+        # In requests like this one, how many it has on its way beside this one.
+        return demand.ttft_s * min(_MOST_LATER, share.waiting / share.weight / max(1.0, typical))
+
+    def _must_wait_for_others(self, demand: Demand, choice: Placement) -> bool:
+        """Whether a key that has more than its share would stand in others' way."""
+        if choice.prediction is None or demand.ttft_s is None:
+            return False
+        entry = self._classes[demand.service_class]
+        if len(entry.keys) < 2 or choice.prediction.wait_s <= _QUANTUM_SHARE * demand.ttft_s:
+            return False
+        return self._excess(demand) > 0
+
+    def _in_turn(self) -> list[_Held]:
+        """Held requests in the order in which they are looked at: between keys by their clocks, else by deadline."""
+        turns: list[tuple[float, float, int, _Held]] = []
+        for entry in self._classes.values():
+            by_key: dict[str, list[_Held]] = {}
+            for held in entry.held.values():
+                by_key.setdefault(held.demand.key, []).append(held)
+            if len(by_key) < 2:
+                turns += [(held.demand.order, 0.0, held.number, held) for held in entry.held.values()]
+                continue
+            queue: list[tuple[float, float, _Held]] = []
+            for key, helds in by_key.items():
+                share = entry.keys[key]
+                clock = self._start(entry, share)
+                for held in sorted(helds, key=lambda held: held.demand.order):
+                    queue.append((clock, held.demand.order, held))
+                    clock += held.demand.tokens / share.weight
+            queue.sort(key=lambda turn: turn[:2])
+            # The class's places among others' are those of its deadlines; who takes which, the clocks tell.
+            orders = sorted(held.demand.order for held in entry.held.values())
+            turns += [(order, clock, held.number, held) for order, (clock, _, held) in zip(orders, queue, strict=True)]
+        turns.sort(key=lambda turn: turn[:3])
+        return [turn[3] for turn in turns]
+
+    def _release(self, entry: _Class, held: _Held) -> None:
+        del entry.held[held.number]
+        share = entry.keys[held.demand.key]
+        share.held -= 1

@@ -1,0 +1,216 @@
+"""What one ingress knows of the pools' replicas, and what it makes of that: predictions. Pure.
+
+A replica tells its state some twenty times a second while it has work (`ReplicaState`). What this ingress sent since
+then is added, so that a burst is not sent on the strength of one old state; what other ingresses sent in that time is
+not known here, which bounds how much too much several of them can admit to what they send within a state's age.
+
+Times are seconds on the ingress's monotonic clock, durations in seconds.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from app.types import DUE_EDGES_S, EngineLoad, ReplicaState
+
+# A state older than this tells nothing any more.
+STALE_S = 5.0
+# From dispatch until a request shows in its replica's state.
+_ON_THE_WAY_S = 0.04
+# Requests without a TTFT target are placed among those with one as if this were theirs; engines do the same.
+PATIENCE_S = 5.0
+_RESIDUALS = 64
+_LEAST_SHARE = 0.1
+# Until outputs of a class have been seen, and where requests don't say how much they want.
+_EXPECTED_OUTPUT_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request wants. `ttft_s`, `tpot_s`: targets, None for none; `prefix`: hashes of the prompt's beginning, one
+    per `PREFIX_TOKENS` tokens; `key`: whose it is, "" for anybody's; `pools`: where it may be served, its home first,
+    with those that may only help out after it; `output_tokens`: the most it may generate, all sequences together, None
+    where that is left open."""
+
+    service_class: str
+    prompt_tokens: int
+    received: float
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    output_tokens: int | None = None
+    sequences: int = 1
+    key: str = ""
+    prefix: tuple[int, ...] = ()
+    pools: tuple[str, ...] = ()
+
+    @property
+    def deadline(self) -> float:
+        """When its first token is due; infinite without a target."""
+        return math.inf if self.ttft_s is None else self.received + self.ttft_s
+
+    @property
+    def order(self) -> float:
+        """Its place among others: its deadline, or what stands for one."""
+        return self.received + (PATIENCE_S if self.ttft_s is None else self.ttft_s)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and expected output together."""
+        return self.prompt_tokens + (self.output_tokens or _EXPECTED_OUTPUT_TOKENS * self.sequences)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request that this ingress sent to a replica and that has not ended."""
+
+    demand: Demand
+    at: float
+    uncached: int
+    predicted: float | None  # when its first token should be sent, but for the overhead
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """When a request's first token would be sent. `ttft_s`: after it was received; `wait_s`: of that, for others' work
+    that comes first."""
+
+    ttft_s: float
+    wait_s: float
+
+
+class Overhead:
+    """What first tokens take beyond what an engine's work explains, in seconds: the median of the last ones."""
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=_RESIDUALS)
+        self.seconds = 0.0
+
+    def learn(self, missed: float) -> None:
+        """A first token came so much later than an engine's work explains."""
+        self._seen.append(missed)
+        self.seconds = max(0.0, statistics.median(self._seen))
+
+
+@dataclass(slots=True)
+class Replica:
+    """One replica. `slots`: sequences that its steps may run; `loose`: classes without a TTFT target; `is_lost`: it
+    stopped answering."""
+
+    replica_id: str
+    pool: str
+    slots: int
+    overhead: Overhead
+    loose: frozenset[str] = frozenset()
+    state: ReplicaState | None = None
+    taken: float = -math.inf
+    is_lost: bool = False
+    sent: dict[int, _Sent] = field(default_factory=dict)
+
+    def is_known(self, now: float) -> bool:
+        """Whether its state can be relied on."""
+        return not self.is_lost and self.state is not None and now - self.taken <= STALE_S
+
+    def add(self, number: int, demand: Demand, cached: int, prediction: Prediction | None, now: float) -> None:
+        """A request is being dispatched to it."""
+        predicted = None if prediction is None else demand.received + prediction.ttft_s - self.overhead.seconds
+        self.sent[number] = _Sent(demand, now, demand.prompt_tokens - cached, predicted)
+
+    def remove(self, number: int) -> None:
+        """A request is not there any more."""
+        self.sent.pop(number, None)
+
+    def note_first_token(self, number: int, now: float) -> None:
+        """A request's first token was sent: what its prediction missed is learned from."""
+        sent = self.sent.get(number)
+        if sent is not None and sent.predicted is not None:
+            self.overhead.learn(now - sent.predicted)
+            sent.predicted = None
+
+    def unseen(self) -> Iterator[_Sent]:
+        """What this ingress sent and the state does not show yet."""
+        newest = self.taken - _ON_THE_WAY_S
+        for sent in reversed(self.sent.values()):
+            if sent.at <= newest:
+                return
+            yield sent
+
+    def sequences(self) -> Tally[str]:
+        """Sequences that it has, by class."""
+        counts = Tally(self.state.sequences if self.state is not None else {})
+        for sent in self.unseen():
+            counts[sent.demand.service_class] += sent.demand.sequences
+        return counts
+
+    def outstanding_tokens(self) -> int:
+        """Tokens that it still has to compute or generate."""
+        load = self.state.load if self.state is not None else None
+        if load is None:
+            return sum(sent.demand.tokens for sent in self.sent.values())
+        return load.prefill_tokens + load.output_tokens + sum(sent.demand.tokens for sent in self.unseen())
+
+    def predict(self, demand: Demand, cached: int, now: float) -> Prediction | None:
+        """When the first token of a request would be sent if it were dispatched now; None where nothing is known.
+
+        `cached`: tokens of its prompt that are in the replica's prefix cache.
+        """
+        load = self.state.load if self.is_known(now) and self.state is not None else None
+        if load is None or load.token_s <= 0:
+            return None
+        own = _prefill_s(load, demand.prompt_tokens - cached, cached, demand.sequences)
+        ahead, share = self._ahead(load, demand.order, now)
+        waiting = self._room_wait(load, demand)
+        work = ahead + own
+        # Half of the step that is being computed.
+        rest = 0.5 * (load.step_s if load.prefill_tokens else load.decode_s)
+        engine_s = rest + max(work + load.decode_s, work / share) + waiting
+        return Prediction(now - demand.received + engine_s + self.overhead.seconds, rest + ahead / share + waiting)
+
+    def _ahead(self, load: EngineLoad, order: float, now: float) -> tuple[float, float]:
+        """Seconds of prefill that come before a deadline, and the share of time that prefill gets."""
+        share = max(_LEAST_SHARE, 1 - load.decode_s / load.step_s) if load.step_s > 0 else 1.0
+        done = share * max(0.0, now - self.taken)
+        ahead = max(0.0, ahead_of(load, order - self.taken) - done)
+        for sent in self.unseen():
+            if sent.demand.order <= order:
+                ahead += _prefill_s(load, sent.uncached, sent.demand.prompt_tokens - sent.uncached, 1)
+        return ahead, share
+
+    def _room_wait(self, load: EngineLoad, demand: Demand) -> float:
+        """How long until there are a slot and KV blocks, at the rate at which answers end.
+
+        Engines take them from requests without targets for those that have one.
+        """
+        unseen = [sent.demand for sent in self.unseen()]
+        taken = load.running + load.waiting + sum(one.sequences for one in unseen)
+        missing = max(
+            (taken + demand.sequences - load.slots) / max(1, load.running),
+            (demand.prompt_tokens + sum(one.prompt_tokens for one in unseen) - load.kv_free_tokens)
+            / max(1, load.kv_tokens - load.kv_free_tokens),
+        )
+        if missing <= 0 or not load.running:
+            return 0.0
+        if demand.ttft_s is not None and any(n for name, n in self.sequences().items() if name in self.loose):
+            return 0.0
+        remaining = load.output_tokens / max(1, load.running + load.waiting)
+        return missing * remaining * max(load.decode_s, load.step_s / 2)
+
+
+def ahead_of(load: EngineLoad, due: float) -> float:
+    """Seconds of prefill due before `due`, in seconds after the load was taken; between edges, in proportion."""
+    index = bisect.bisect_left(DUE_EDGES_S, due)
+    if index == 0:
+        return load.ahead[0]
+    low, high = load.ahead[index - 1], load.ahead[index]
+    begin, end = DUE_EDGES_S[index - 1], DUE_EDGES_S[index]
+    return low + (1.0 if end == math.inf else (due - begin) / (end - begin)) * (high - low)
+
+
+def _prefill_s(load: EngineLoad, tokens: int, depth: int, sequences: int) -> float:
+    pairs = tokens * (depth + tokens / 2) / max(1, sequences)
+    return tokens * load.token_s + pairs * load.pair_s
