@@ -440,6 +440,19 @@ class TracingConfig(ConfigModel):
     service_name: str | None = Field(None, description="Service name. Default: OTEL_SERVICE_NAME, else `sluice`.")
 
 
+class KeysConfig(ConfigModel):
+    """API keys. Without any, nobody needs one, and the server is for this machine only."""
+
+    file: Path | None = Field(
+        None, description="YAML file with hashed keys and their limits, read again when it changes. Default: none."
+    )
+    environment: str = Field(
+        "SLUICE_API_KEYS",
+        min_length=1,
+        description="Environment variable with keys without limits, as `name=key,name=key`. Default: SLUICE_API_KEYS.",
+    )
+
+
 class SluiceConfig(ConfigModel):
     """The whole configuration."""
 
@@ -461,6 +474,7 @@ class SluiceConfig(ConfigModel):
     routing: RoutingConfig
     pools: dict[Name, PoolConfig] = Field(min_length=1, description="Pools by name.")
     ingress: IngressConfig = Field(default_factory=IngressConfig)
+    keys: KeysConfig = Field(default_factory=KeysConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
 
     @field_validator("classes")
@@ -571,3 +585,25 @@ def parse_config(args: dict[str, Any]) -> SluiceConfig:
         return SluiceConfig.model_validate(args)
     except ValidationError as error:
         raise ConfigError(f"args: {describe_validation_error(error)}") from None
+
+
+# What can change while the app runs.
+_DYNAMIC = ("classes", "routing")
+
+
+def reconfigured(config: SluiceConfig, user_config: dict[str, Any]) -> SluiceConfig:
+    """The configuration with the sections of a Serve deployment's `user_config` in place of its own.
+
+    Raises:
+        ConfigError: with one sentence naming the key's path and the fix.
+    """
+    for name in user_config:
+        if name not in _DYNAMIC:
+            allowed = " and ".join(f"`{section}`" for section in _DYNAMIC)
+            raise ConfigError(
+                f"user_config.{name}: only {allowed} can change while the app runs; change `args` instead"
+            )
+    try:
+        return SluiceConfig.model_validate({**config.model_dump(), **user_config})
+    except ValidationError as error:
+        raise ConfigError(f"user_config: {describe_validation_error(error)}") from None

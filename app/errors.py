@@ -6,6 +6,8 @@ RequestError                     an HTTP status, an OpenAI error body and an out
 ├── NotFound              404    no such route or model
 ├── MethodNotAllowed      405
 ├── BodyTooLarge          413
+├── InvalidKey            401    no API key, or one that nobody has
+├── NotAllowed            403    the API key may not ask for this
 ├── QuotaExceeded         429    the caller has had what it may have, or its own requests are in the way
 ├── Saturated             503    the request would be late: nothing that may serve it has room in time
 ├── HoldExpired           503    it was held for room, and there was none in time
@@ -92,6 +94,22 @@ class BodyTooLarge(RequestError):
 
     status = 413
     kind = "RequestEntityTooLarge"
+    outcome = "rejected"
+
+
+class InvalidKey(RequestError):
+    """No API key, or one that nobody has."""
+
+    status = 401
+    kind = "AuthenticationError"
+    outcome = "rejected"
+
+
+class NotAllowed(RequestError):
+    """The API key may not ask for this."""
+
+    status = 403
+    kind = "PermissionDeniedError"
     outcome = "rejected"
 
 

@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from app.config import PoolConfig, SluiceConfig, parse_config
+from app.config import PoolConfig, SluiceConfig, parse_config, reconfigured
 from app.engine.environment import TELEMETRY_OFF, prepare_process, settle_process
 from app.pools.replica import VLLMReplica
 
@@ -49,12 +49,14 @@ class Ingress:
         prepare_process()
         from app.api.http import http_path
         from app.api.ingress import build_app
+        from app.api.keys import KeyStore
         from app.engine.render import Renderer
         from app.pools.client import HealthWatch, PoolClient
         from app.pools.dispatcher import Dispatcher
         from app.telemetry.metrics import RequestMetrics
         from app.telemetry.tracing import Tracing
 
+        self._config = config
         self._tracing = Tracing(config.tracing, role="ingress")
         renderer = Renderer(config)
         renderer.warm_up()
@@ -65,7 +67,9 @@ class Ingress:
         health = HealthWatch(serve.get_replica_context().app_name, list(pools))
         metrics = RequestMetrics(config.classes)
         self._gauges = asyncio.create_task(metrics.keep_gauges())
-        self._app = build_app(config, renderer, pools, dispatcher, health, self._tracing, metrics)
+        store = KeyStore(config.keys, config.ingress.num_replicas)
+        self._keys = asyncio.create_task(store.keep_current())
+        self._app = build_app(config, renderer, pools, dispatcher, health, self._tracing, metrics, store.keys)
         if http_path() == "haproxy":
             logger.info("Requests arrive by HAProxy.")
         else:
@@ -75,12 +79,18 @@ class Ingress:
             )
         settle_process()
 
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Serve calls it with the deployment's `user_config`, at the start and whenever that changes."""
+        self._app.configure(reconfigured(self._config, user_config))
+
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
 
     async def __del__(self) -> None:
         if hasattr(self, "_gauges"):
             self._gauges.cancel()
+        if hasattr(self, "_keys"):
+            self._keys.cancel()
         if hasattr(self, "_tracing"):
             await asyncio.to_thread(self._tracing.shutdown)
 
@@ -92,6 +102,9 @@ def build(args: dict[str, Any]) -> serve.Application:
         ConfigError: with one sentence naming the key and the fix.
     """
     config = parse_config(args)
+    from app.api.keys import read_keys
+
+    read_keys(config.keys)
     if any(pool.engine.vllm for pool in config.pools.values()):
         # Imports vLLM, so only where there is something to check.
         prepare_process()

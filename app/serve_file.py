@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import inspect
+import ipaddress
+import os
 import re
 import socket
 import subprocess
@@ -184,6 +186,7 @@ def _check_document(path: Path, document: Any) -> ServeFile:
             known = ", ".join(f"`{name}`" for name in [*config.pools, "ingress"])
             where = f"applications.0.deployments.{index}.name"
             raise ConfigError(f"{where}: no deployment is called `{deployment.name}`; there are {known}")
+    _check_reach(schema.http_options.host, config)
     return ServeFile(
         path=path,
         host=schema.http_options.host,
@@ -194,6 +197,23 @@ def _check_document(path: Path, document: Any) -> ServeFile:
         config=config,
         replica_counts=_replica_counts(config, application.get("deployments") or []),
     )
+
+
+def _check_reach(host: str, config: SluiceConfig) -> None:
+    """Without API keys the server is for this machine only."""
+    has_keys = config.keys.file is not None or os.environ.get(config.keys.environment)
+    if not has_keys and not _is_loopback(host):
+        raise ConfigError(
+            f"http_options.host: `{host}` lets other machines in, and there are no API keys; set args.keys.file, or "
+            f"the environment variable {config.keys.environment}, or listen on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host.strip("[]")).is_loopback)
+    except ValueError:
+        return host == "localhost"
 
 
 def _parse_args(args: Any) -> SluiceConfig:

@@ -26,6 +26,7 @@ from app.api.http import (
 from app.config import SluiceConfig
 from app.errors import InternalError, InvalidRequest, PoolUnavailable, ReplicaLost, RequestError, from_engine
 from app.routing.classify import classify, pools_for
+from app.routing.keys import Caller, Grant, Keys
 from app.routing.limits import within_limits
 from app.routing.placement import prefix_hashes
 from app.routing.replicas import Demand
@@ -78,6 +79,8 @@ class _Exchange:
     service_class: str = UNKNOWN
     pool: str = UNKNOWN
     stream: ReplicaStream | None = None
+    caller: Caller = field(default_factory=Caller)
+    grant: Grant | None = None
     outcome: Outcome = "failed"
     error_type: str | None = None
     lost: bool = False
@@ -97,6 +100,7 @@ class Generation:
         tracing: Tracing,
         metrics: RequestMetrics,
         readers: ReaderWatch,
+        keys: Keys,
     ) -> None:
         self._route = route
         self._config = config
@@ -106,11 +110,17 @@ class Generation:
         self._tracing = tracing
         self._metrics = metrics
         self._readers = readers
+        self._keys = keys
+
+    def configure(self, config: SluiceConfig) -> None:
+        """Go by another configuration, with the same pools, from the next request on."""
+        self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises only when it is cancelled from outside."""
         exchange = self._open(scope, send)
         try:
+            exchange.caller = self._keys.identify(exchange.headers.get("authorization"))
             body = await read_json_object(
                 receive, exchange.headers.get("content-length"), int(self._config.ingress.max_body_mib * _MIB)
             )
@@ -166,6 +176,7 @@ class Generation:
 
     async def _handle(self, exchange: _Exchange, body: JsonObject) -> None:
         """A request's way: render, classify, admit, place, dispatch, stream."""
+        config = self._config
         timeline = exchange.timeline
         service_tier = body.pop("service_tier", None)
         body = _without_steering_fields(body)
@@ -174,18 +185,21 @@ class Generation:
         timeline.rendered = time.monotonic()
         timeline.prompt_tokens = rendered.prompt_tokens
 
-        service_class = classify(self._config.classes, service_tier, exchange.headers.get("x-priority"))
-        body, rendered, notes = within_limits(self._config, self._route, service_class, body, rendered)
-        pools = pools_for(self._config, service_class, rendered.longest_prompt, rendered.max_output_tokens)
-        demand = _demand(self._config, service_class, pools, rendered, timeline.received)
+        service_class = classify(config.classes, service_tier, exchange.headers.get("x-priority"))
+        body, rendered, notes = within_limits(config, self._route, service_class, body, rendered)
+        self._keys.check_class(exchange.caller, service_class)
+        pools = pools_for(config, service_class, rendered.longest_prompt, rendered.max_output_tokens)
+        demand = _demand(config, service_class, pools, rendered, timeline.received, exchange.caller.name)
         self._classified(exchange, demand, rendered, notes)
+        exchange.grant = self._keys.take(exchange.caller, demand.tokens, time.monotonic())
+        self._dispatcher.set_weight(service_class, exchange.caller)
 
         attempts = 0
         while True:
             attempts += 1
             ticket = await self._dispatcher.admit(demand)
             try:
-                await self._serve(exchange, ticket, body, rendered)
+                await self._serve(exchange, ticket, body, rendered, config.classes[service_class].service_tier)
                 return
             except (ReplicaLost, PoolUnavailable):
                 # Nothing of the answer has left, so another replica can give it.
@@ -198,10 +212,11 @@ class Generation:
             finally:
                 ticket.close()
 
-    async def _serve(self, exchange: _Exchange, ticket: Ticket, body: JsonObject, rendered: Rendered) -> None:
+    async def _serve(
+        self, exchange: _Exchange, ticket: Ticket, body: JsonObject, rendered: Rendered, service_tier: str
+    ) -> None:
         demand, pool = ticket.demand, ticket.placement.pool
         self._placed(exchange, ticket)
-        targets = self._config.classes[demand.service_class]
         stream = self._pools[pool].dispatch(
             EngineRequest(
                 request_id=exchange.request_id,
@@ -209,7 +224,7 @@ class Generation:
                 body=body,
                 prompt_token_ids=rendered.prompt_token_ids,
                 service_class=demand.service_class,
-                service_tier=targets.service_tier,
+                service_tier=service_tier,
                 pool=pool,
                 ttft_s=None if demand.ttft_s is None else demand.ttft_s + ticket.later_s,
                 tpot_s=demand.tpot_s,
@@ -247,6 +262,8 @@ class Generation:
         self._metrics.entered(exchange.service_class)
         exchange.responder.add_headers({"x-sluice-class": exchange.service_class, "x-sluice-pool": exchange.pool})
         exchange.attributes.update({"sluice.class": exchange.service_class, "sluice.pool": exchange.pool})
+        if exchange.caller.name:
+            exchange.attributes["sluice.key"] = exchange.caller.name
         if notes:
             exchange.responder.add_headers({"x-sluice-notes": ", ".join(notes)})
             exchange.attributes["sluice.notes"] = ", ".join(notes)
@@ -324,13 +341,15 @@ class Generation:
             span.set_attribute("http.response.status_code", exchange.responder.status)
         mark_outcome(span, outcome, exchange.error_type)
         end_span(span, end, exchange.clock)
+        if exchange.grant is not None:
+            self._keys.release(exchange.grant, timeline.prompt_tokens + timeline.output_tokens)
         if exchange.service_class != UNKNOWN:
             self._metrics.left(exchange.service_class)
         self._metrics.ended(exchange.service_class, exchange.pool, outcome, timeline, end)
 
 
 def _demand(
-    config: SluiceConfig, service_class: str, pools: tuple[str, ...], rendered: Rendered, received: float
+    config: SluiceConfig, service_class: str, pools: tuple[str, ...], rendered: Rendered, received: float, key: str
 ) -> Demand:
     entry = config.classes[service_class]
     step_share = entry.effective_dials.step_tpot_share
@@ -345,6 +364,7 @@ def _demand(
         tpot_s=None if tpot_s is None or step_share is None else tpot_s * step_share,
         output_tokens=None if output is None else output * rendered.sequences,
         sequences=rendered.sequences,
+        key=key,
         prefix=prefix_hashes(ids[0]) if ids is not None and len(ids) == 1 else (),
         pools=pools,
     )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from app.config import SluiceConfig
     from app.pools.client import HealthWatch, PoolClient
     from app.pools.dispatcher import Dispatcher
+    from app.routing.keys import Keys
     from app.telemetry.metrics import RequestMetrics
     from app.telemetry.tracing import Tracing
 
@@ -34,6 +35,32 @@ class ModelListing(RendererPort, Protocol):
         """OpenAI's list of models."""
 
 
+class IngressApp:
+    """All routes."""
+
+    def __init__(self, generations: Mapping[str, Generation], rest: ASGIApp, dispatcher: Dispatcher) -> None:
+        self._generations = generations
+        self._rest = rest
+        self._dispatcher = dispatcher
+
+    def configure(self, config: SluiceConfig) -> None:
+        """Go by another configuration, with the same pools, from the next request on."""
+        for generation in self._generations.values():
+            generation.configure(config)
+        self._dispatcher.configure(config)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        # The generation routes answer every error themselves; Starlette's layers would only cost time per token.
+        if scope["type"] == "http" and scope["method"] == "POST":
+            path: str = scope["path"]
+            direct = self._generations.get(path.removeprefix(scope.get("root_path", "")))
+            if direct is not None:
+                await direct(scope, receive, send)
+                return
+        await self._rest(scope, receive, send)
+
+
 def build_app(
     config: SluiceConfig,
     renderer: ModelListing,
@@ -42,18 +69,21 @@ def build_app(
     health: HealthWatch,
     tracing: Tracing,
     metrics: RequestMetrics,
-) -> ASGIApp:
+    keys: Keys,
+) -> IngressApp:
     """The application; nothing in it knows how its parts reach Ray or vLLM."""
 
     readers = ReaderWatch(config.ingress.slow_reader_timeout_s)
 
     def generation(route: str) -> Generation:
-        return Generation(route, config, renderer, pools, dispatcher, tracing, metrics, readers)  # type: ignore[arg-type]
+        return Generation(route, config, renderer, pools, dispatcher, tracing, metrics, readers, keys)  # type: ignore[arg-type]
 
     async def list_models(request: Request) -> Response:
+        keys.identify(request.headers.get("authorization"))
         return _json(200, await renderer.models())
 
     async def show_model(request: Request) -> Response:
+        keys.identify(request.headers.get("authorization"))
         wanted = request.path_params["model"]
         for card in (await renderer.models())["data"]:
             if card["id"] == wanted:
@@ -85,17 +115,7 @@ def build_app(
         exception_handlers={HTTPException: _http_error, RequestError: _request_error, Exception: _any_error},
     )
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        # The generation routes answer every error themselves; Starlette's layers would only cost time per token.
-        if scope["type"] == "http" and scope["method"] == "POST":
-            path: str = scope["path"]
-            direct = generations.get(path.removeprefix(scope.get("root_path", "")))
-            if direct is not None:
-                await direct(scope, receive, send)
-                return
-        await rest(scope, receive, send)
-
-    return app
+    return IngressApp(generations, rest, dispatcher)
 
 
 def _json(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:

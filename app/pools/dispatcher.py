@@ -13,6 +13,7 @@ from typing import Protocol
 from app.config import SluiceConfig
 from app.errors import HoldExpired, PoolUnavailable, QuotaExceeded, RequestError, Saturated
 from app.routing.admission import Admission, Admit, Decision, Refuse
+from app.routing.keys import Caller
 from app.routing.placement import Fleet, Placement
 from app.routing.replicas import Demand
 from app.telemetry.timeline import clock_shift, read_clock
@@ -84,6 +85,10 @@ class Dispatcher:
         self.fleet.configure(config)
         self.admission.configure(config)
         self._look_soon()
+
+    def set_weight(self, service_class: str, caller: Caller) -> None:
+        """A caller's part of a class, next to others'."""
+        self.admission.set_weight(service_class, caller.name, caller.weight)
 
     async def admit(self, demand: Demand) -> Ticket:
         """Wait until the request may be dispatched.
@@ -189,6 +194,10 @@ def refusal(config: SluiceConfig, demand: Demand, refuse: Refuse) -> RequestErro
             f"`{name}`, whose target is {details.get('ttft_target_ms')} ms for this prompt."
         )
         return Saturated(text + other_ways, retry_after=refuse.retry_after_s, details=details)
+    if refuse.reason == "class_full":
+        most = config.classes[name].limits.max_concurrent
+        text = f"Class `{name}` has as many requests as it may have at once, {most}."
+        return QuotaExceeded(text + other_ways, retry_after=refuse.retry_after_s, details=details)
     if refuse.reason == "own_backlog":
         text = f"Too many of your own requests of class `{name}` wait for room."
         return QuotaExceeded(text + other_ways, retry_after=refuse.retry_after_s, details=details)

@@ -36,7 +36,7 @@ _MOST_RETRY_S = 120.0
 # A hold that would end within this time is over.
 _SOON_S = 1e-3
 
-Reason = Literal["predicted_late", "no_room", "hold_expired", "too_many_held", "own_backlog", "pool_down"]
+Reason = Literal["predicted_late", "no_room", "hold_expired", "too_many_held", "own_backlog", "class_full", "pool_down"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,12 @@ class _Share:
 
 @dataclass(slots=True)
 class _Class:
-    """What is kept of a class. `clock`: its virtual time."""
+    """What is kept of a class. `clock`: its virtual time; `running`: requests dispatched; `ends`: when some ended."""
 
     held: dict[int, _Held] = field(default_factory=dict)
     keys: dict[str, _Share] = field(default_factory=dict)
     clock: float = 0.0
+    running: int = 0
     ends: list[float] = field(default_factory=list)
 
 
@@ -120,6 +121,9 @@ class Admission:
             anywhere = Placement(demand.pools[0], "", None, 0, False)
             return self._carry_out(_Held(number, demand, now), Admit(anywhere), now)
         entry = self._classes[demand.service_class]
+        most = self._config.classes[demand.service_class].limits.max_concurrent
+        if most is not None and entry.running + len(entry.held) >= most:
+            return self._refuse("class_full", demand, now)
         hold_s = min(self._dials[demand.service_class].hold_s, demand.deadline - now)
         held = _Held(number, demand, now + hold_s)
         # Those of the same class that wait for room go first, whoever's they are; fairness is settled among them.
@@ -188,6 +192,7 @@ class Admission:
             return
         entry = self._classes.get(demand.service_class)
         if entry is not None:
+            entry.running -= 1
             entry.ends = [*entry.ends[-_ENDS + 1 :], now]
 
     # Decisions.
@@ -217,6 +222,7 @@ class Admission:
             self._sent[held.number] = self._waiting[held.number] = demand
             entry, share = self._classes[demand.service_class], self._share(demand.service_class, demand.key)
             share.waiting += demand.prompt_tokens
+            entry.running += 1
             # The class's clock is at the start of what was dispatched last.
             entry.clock = self._start(entry, share)
             share.clock = entry.clock + demand.tokens / share.weight
@@ -227,7 +233,7 @@ class Admission:
     ) -> Refuse:
         entry = self._classes[demand.service_class]
         retry = late_s
-        if reason in ("no_room", "hold_expired", "too_many_held", "own_backlog") and len(entry.ends) > 1:
+        if reason in ("no_room", "hold_expired", "too_many_held", "own_backlog", "class_full") and len(entry.ends) > 1:
             # Those that are held go first, at the rate at which there is room.
             span = max(now - entry.ends[0], 1e-3)
             retry = (len(entry.held) + 1) * span / len(entry.ends)

@@ -111,7 +111,7 @@ class Generator:
             for loop in loops:
                 loop.cancel()
             await asyncio.gather(*loops, return_exceptions=True)
-            _, late = await asyncio.wait(tasks, timeout=60 * self._endpoint.scale) if tasks else (None, ())
+            _, late = await asyncio.wait(tasks, timeout=15 * self._endpoint.scale) if tasks else (None, ())
             for task in late:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,6 +10,8 @@ from app.errors import EngineError, RequestError, from_engine
 
 EXPECTED: dict[int, type[openai.APIStatusError]] = {
     400: openai.BadRequestError,
+    401: openai.AuthenticationError,
+    403: openai.PermissionDeniedError,
     404: openai.NotFoundError,
     405: openai.APIStatusError,
     413: openai.APIStatusError,

@@ -55,12 +55,26 @@ def test_a_good_file_tells_where_its_application_will_be(load: Load) -> None:
     ],
 )
 def test_the_url_is_one_that_a_client_on_this_machine_can_use(
-    load: Load, options: dict[str, Any], prefix: str, url: str
+    load: Load, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], prefix: str, url: str
 ) -> None:
+    monkeypatch.setenv("SLUICE_API_KEYS", "me=secret")
     document = minimal_document()
     document["http_options"] = options
     put(document, f"{APP}.route_prefix", prefix)
     assert load(document).url == url
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "example.com"])
+def test_without_api_keys_the_server_is_for_this_machine_only(
+    load: Load, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.delenv("SLUICE_API_KEYS", raising=False)
+    document = minimal_document()
+    document["http_options"]["host"] = host
+    with pytest.raises(ConfigError, match=r"http_options\.host: .* no API keys; set args\.keys\.file"):
+        load(document)
+    put(document, f"{APP}.args.keys", {"file": "keys.yaml"})
+    assert load(document).host == host
 
 
 @pytest.mark.parametrize(
@@ -208,7 +222,10 @@ class TestHost:
                 check_host(load(document))
             check_host(load(document), joins_cluster=True)
 
-    def test_an_address_that_the_machine_lacks_is_named(self, load: Load, document: dict[str, Any]) -> None:
+    def test_an_address_that_the_machine_lacks_is_named(
+        self, load: Load, monkeypatch: pytest.MonkeyPatch, document: dict[str, Any]
+    ) -> None:
+        monkeypatch.setenv("SLUICE_API_KEYS", "me=secret")
         put(document, "http_options.host", "192.0.2.1")
         with pytest.raises(ConfigError, match=r"http_options\.host: this machine cannot listen on `192\.0\.2\.1`"):
             check_host(load(document))

@@ -15,6 +15,7 @@ from app.api.ingress import build_app
 from app.config import SluiceConfig, TracingConfig, parse_config
 from app.errors import AcceptTimeout, PoolSaturated, ReplicaLost
 from app.pools.dispatcher import Dispatcher
+from app.routing.keys import Keys
 from app.telemetry.tracing import Tracing
 from app.types import Head, PoolHealth, Tail
 from tests.support.asgi import Client
@@ -62,6 +63,8 @@ class Bench:
         self.pools = {name: FakePool(name) for name in ("interactive", "batch", "long_context")}
         self.metrics = FakeMetrics()
         self.health = FakeHealth()
+        self.keys = Keys(())
+        self.keys.configure(None)
         self.exporter = InMemorySpanExporter()
         self.tracing = Tracing(TracingConfig(), "ingress", self.exporter)
         self.app: ASGIApp = build_app(
@@ -72,6 +75,7 @@ class Bench:
             self.health,  # type: ignore[arg-type]
             self.tracing,
             self.metrics,  # type: ignore[arg-type]
+            self.keys,
         )
 
     def post(self, body: Any, headers: dict[str, str] | None = None, path: str = PATH) -> Client:

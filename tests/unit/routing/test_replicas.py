@@ -1,0 +1,123 @@
+"""What an ingress makes of what replicas tell."""
+
+import math
+
+import pytest
+
+from app.engine.load import decode_load, due_by_edges, encode_load
+from app.routing.placement import Fleet, Placement
+from app.routing.replicas import Overhead, Replica, ahead_of
+from app.types import EngineLoad
+from tests.support.fleet import a_fleet, demand, fleet_config, load, tell
+
+
+def replica(engine: EngineLoad | None, **sequences: int) -> tuple[Fleet, Replica]:
+    fleet = a_fleet(fleet_config(), interactive=1)
+    tell(fleet, "interactive", "interactive-0", engine, **sequences)
+    return fleet, next(fleet.replicas())
+
+
+def test_a_load_survives_its_way_from_the_engine_core() -> None:
+    full = load(0.25, running=3, waiting=2, output_tokens=77, decode_s=0.0123, pair_s=1.5e-12)
+    assert decode_load({"sluice.steps": 1, **encode_load(full)}) == full
+    assert decode_load({"sluice.steps": 1}) is None
+
+
+def test_work_ahead_is_what_is_due_before() -> None:
+    engine = EngineLoad(ahead=due_by_edges([(-1.0, 1.0), (0.15, 2.0), (100.0, 4.0)]))
+    assert ahead_of(engine, -5) == 1.0
+    assert ahead_of(engine, 0.2) == 3.0
+    assert 1.0 < ahead_of(engine, 0.15) < 3.0
+    assert ahead_of(engine, 20) == 3.0
+    assert ahead_of(engine, math.inf) == 7.0
+
+
+class TestPredictions:
+    """When a first token would come."""
+
+    def test_an_idle_replica_takes_the_prompts_time(self) -> None:
+        _, idle = replica(load())
+        prediction = idle.predict(demand(prompt_tokens=300), 0, 0.0)
+        assert prediction is not None
+        assert prediction.ttft_s == pytest.approx(0.3)
+        assert prediction.wait_s == 0
+
+    def test_a_cached_prefix_is_not_computed(self) -> None:
+        _, idle = replica(load())
+        prediction = idle.predict(demand(prompt_tokens=300), 200, 0.0)
+        assert prediction is not None
+        assert prediction.ttft_s == pytest.approx(0.1)
+
+    def test_the_time_that_has_passed_counts(self) -> None:
+        _, idle = replica(load())
+        prediction = idle.predict(demand(prompt_tokens=300, received=-1.0), 0, 0.0)
+        assert prediction is not None
+        assert prediction.ttft_s == pytest.approx(1.3)
+
+    def test_decodes_slow_prefill_down(self) -> None:
+        _, busy = replica(load(1.0, decode_s=0.025, running=1))
+        prediction = busy.predict(demand(prompt_tokens=1000), 0, 0.0)
+        assert prediction is not None
+        # Half of a step of 50 ms, then two seconds of prefill at half the speed.
+        assert prediction.ttft_s == pytest.approx(0.025 + 4.0)
+        assert prediction.wait_s == pytest.approx(0.025 + 2.0)
+
+    def test_work_that_is_due_later_does_not_come_first(self) -> None:
+        _, busy = replica(load(ahead=due_by_edges([(20.0, 9.0)])))
+        prediction = busy.predict(demand(prompt_tokens=300), 0, 0.0)
+        assert prediction is not None
+        assert prediction.ttft_s == pytest.approx(0.3)
+
+    def test_what_was_sent_since_the_state_counts_until_a_state_shows_it(self) -> None:
+        fleet, idle = replica(load())
+        sent = demand(prompt_tokens=500)
+        fleet.sent(1, sent, Placement("interactive", "interactive-0", None, 0, False), 0.0)
+        prediction = idle.predict(demand(prompt_tokens=100), 0, 0.0)
+        assert prediction is not None
+        assert prediction.ttft_s == pytest.approx(0.6)
+        assert idle.outstanding_tokens() == 510
+        tell(fleet, "interactive", "interactive-0", load(), 1.0, interactive=1)
+        assert idle.outstanding_tokens() == 0
+
+    def test_full_slots_are_waited_for_unless_somebody_without_a_target_has_them(self) -> None:
+        engine = load(running=16, output_tokens=1600, decode_s=0.02, step_s=0.04)
+        _, full = replica(engine, interactive=16)
+        prediction = full.predict(demand(), 0, 0.0)
+        assert prediction is not None
+        # One of sixteen slots, at 100 tokens of 20 ms per answer.
+        assert prediction.wait_s == pytest.approx(2.0 / 16 + 0.01)
+        _, taken = replica(engine, interactive=8, batch=8)
+        prediction = taken.predict(demand(), 0, 0.0)
+        assert prediction is not None
+        assert prediction.wait_s == pytest.approx(0.01)
+
+    @pytest.mark.parametrize("engine", [None, EngineLoad(slots=16)], ids=["tells nothing", "has learned nothing"])
+    def test_nothing_known_is_no_prediction(self, engine: EngineLoad | None) -> None:
+        _, unknown = replica(engine)
+        assert unknown.predict(demand(), 0, 0.0) is None
+
+    def test_an_old_state_is_no_prediction(self) -> None:
+        _, silent = replica(load())
+        assert silent.predict(demand(received=4.0), 0, 4.0) is not None
+        assert silent.predict(demand(received=6.0), 0, 6.0) is None
+
+    def test_what_first_tokens_take_beyond_is_learned(self) -> None:
+        fleet, idle = replica(load())
+        for number in range(5):
+            one = demand(prompt_tokens=100, received=float(number))
+            tell(fleet, "interactive", "interactive-0", load(), float(number))
+            placement = fleet.choose(one, float(number))
+            assert isinstance(placement, Placement)
+            fleet.sent(number, one, placement, float(number))
+            fleet.first_token(number, number + 0.15)
+            fleet.ended(number)
+        prediction = idle.predict(demand(prompt_tokens=100, received=4.5), 0, 4.5)
+        assert prediction is not None
+        assert prediction.ttft_s == pytest.approx(0.15)
+
+
+def test_one_late_token_is_no_rule() -> None:
+    overhead = Overhead()
+    for missed in (0.01, 0.01, 5.0, 0.01):
+        overhead.learn(missed)
+    assert overhead.seconds == pytest.approx(0.01)
