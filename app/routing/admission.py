@@ -63,10 +63,13 @@ Decision = Admit | Refuse
 
 @dataclass(slots=True)
 class _Held:
+    """A held request. `is_down`: because nothing answers; `is_ahead_of_others`: because its key has its share."""
+
     number: int
     demand: Demand
     until: float
     is_down: bool = False
+    is_ahead_of_others: bool = False
 
 
 @dataclass(slots=True)
@@ -126,9 +129,11 @@ class Admission:
             return self._refuse("class_full", demand, now)
         hold_s = min(self._dials[demand.service_class].hold_s, demand.deadline - now)
         held = _Held(number, demand, now + hold_s)
-        # Those of the same class that wait for room go first, whoever's they are; fairness is settled among them.
-        is_behind = any(other.demand.pools == demand.pools and not other.is_down for other in entry.held.values())
-        if not is_behind:
+        # Those of the same class that wait for room go first, whoever's they are; fairness is settled among them. Those
+        # that wait for their key's turn only go before others of that key.
+        ahead = [one for one in entry.held.values() if one.demand.pools == demand.pools and not one.is_down]
+        held.is_ahead_of_others = any(one.demand.key == demand.key for one in ahead if one.is_ahead_of_others)
+        if all(one.is_ahead_of_others for one in ahead) and not held.is_ahead_of_others:
             decision = self._decide(held, now)
             if decision is not None:
                 return self._carry_out(held, decision, now)
@@ -201,7 +206,7 @@ class Admission:
         demand = held.demand
         choice = self._fleet.choose(demand, now)
         if isinstance(choice, NoRoom):
-            held.is_down = choice.is_down
+            held.is_down, held.is_ahead_of_others = choice.is_down, False
             return None
         held.is_down = False
         if demand.ttft_s is None or choice.prediction is None:
@@ -211,7 +216,8 @@ class Admission:
         if is_contended and predicted > self._config.admit_share(demand.service_class) * demand.ttft_s:
             late = predicted - self._config.admit_share(demand.service_class) * demand.ttft_s
             return self._refuse("predicted_late", demand, now, predicted, late)
-        if self._must_wait_for_others(demand, choice):
+        held.is_ahead_of_others = self._must_wait_for_others(demand, choice)
+        if held.is_ahead_of_others:
             return None
         return Admit(choice, self._later(demand))
 

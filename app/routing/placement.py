@@ -227,12 +227,12 @@ class Fleet:
         if not total:
             return True
         own, dials = demand.service_class, self._dials[demand.service_class]
-        if counts[own] + demand.sequences > dials.running_share * replica.slots:
+        queue = max(1, round(_ENGINE_QUEUE_SHARE * replica.slots)) if demand.ttft_s is None else 0
+        if counts[own] + demand.sequences > dials.running_share * replica.slots + queue:
             return False
         kept = self._kept_for_others(replica, own, counts)
         load = replica.state.load if replica.state is not None else None
         if demand.ttft_s is None:
-            queue = max(1, round(_ENGINE_QUEUE_SHARE * replica.slots))
             if total + demand.sequences + kept > replica.slots + queue:
                 return False
             if load is None:
