@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,19 +10,24 @@ import pytest
 import pytest_asyncio
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from starlette.types import ASGIApp
 
 from app.api.ingress import build_app
 from app.config import SluiceConfig, TracingConfig, parse_config
 from app.errors import AcceptTimeout, PoolSaturated, ReplicaLost
 from app.pools.dispatcher import Dispatcher
-from app.routing.keys import Keys
+from app.routing.keys import KeyConfig, Keys, hash_key
+from app.telemetry.timeline import read_clock
 from app.telemetry.tracing import Tracing
-from app.types import Head, PoolHealth, Tail
+from app.types import Head, PoolHealth, ReplicaState, Tail
 from tests.support.asgi import Client
 from tests.support.fakes import FakeMetrics, FakePool, FakeRenderer, facts
+from tests.support.fleet import load
 
 PATH = "/v1/chat/completions"
+CAPPED: dict[str, Any] = {
+    "batch": {"service_tier": "flex"},
+    "default": {"service_tier": "default", "dials": {"max_output_tokens": 100}},
+}
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -67,11 +73,12 @@ class Bench:
         self.keys.configure(None)
         self.exporter = InMemorySpanExporter()
         self.tracing = Tracing(TracingConfig(), "ingress", self.exporter)
-        self.app: ASGIApp = build_app(
+        self.dispatcher = Dispatcher(config(), self.pools)
+        self.app = build_app(
             config(),
             self.renderer,
             self.pools,  # type: ignore[arg-type]
-            Dispatcher(config(), self.pools),
+            self.dispatcher,
             self.health,  # type: ignore[arg-type]
             self.tracing,
             self.metrics,  # type: ignore[arg-type]
@@ -360,3 +367,112 @@ async def test_the_trace_reaches_the_replica(bench: Bench) -> None:
     carrier = bench.pools["interactive"].requests[0].trace_context
     assert carrier["traceparent"] == f"00-{trace_id}-{server.context.span_id:016x}-01"
     assert carrier["tracestate"] == "a=1"
+
+
+class TestLostReplicas:
+    """A replica that dies before it gave anything is not the client's affair."""
+
+    async def test_another_one_answers(self, bench: Bench) -> None:
+        lost, other = bench.pools["interactive"], bench.pools["batch"]
+        lost.stream.put(ReplicaLost("gone"))
+        other.stream.put(Head(200, b'{"ok":1}', final=True, facts=facts()))
+        client = bench.post(HELLO)
+        await client.finish()
+        assert (client.status, client.json()) == (200, {"ok": 1})
+        assert client.headers["x-sluice-pool"] == "batch"
+        assert bench.outcomes == [("standard", "batch", "finished")]
+        assert lost.stream.cancelled
+
+    async def test_but_not_once_something_was_sent(self, bench: Bench) -> None:
+        lost = bench.pools["interactive"]
+        lost.stream.put(Head(200, b"data: 1\n\n", final=False, facts=facts()), ReplicaLost("gone"))
+        client = bench.post({**HELLO, "stream": True})
+        await client.finish()
+        assert client.status == 200
+        assert b"gone" in client.body
+        assert not bench.pools["batch"].requests
+        assert bench.outcomes == [("standard", "interactive", "failed")]
+
+    async def test_nor_for_ever(self, bench: Bench) -> None:
+        for pool in bench.pools.values():
+            for _ in range(10):
+                pool.stream.put(ReplicaLost("gone"))
+        client = bench.post({**HELLO, "service_tier": "priority"})
+        await client.finish()
+        assert client.status == 503
+        assert len(bench.outcomes) == 1
+
+
+class TestKeys:
+    """API keys, where there are any."""
+
+    @pytest.fixture(autouse=True)
+    def _keys(self, bench: Bench) -> None:
+        bench.keys.configure(
+            [
+                KeyConfig(name="team", sha256=hash_key("sk-1"), requests_per_minute=2, weight=2),
+                KeyConfig(name="nightly", sha256=hash_key("sk-2"), classes=("batch",)),
+            ]
+        )
+
+    @pytest.mark.parametrize("given", [None, "Bearer sk-3", "Bearer", "Basic sk-1", "sk-1"])
+    async def test_without_a_known_one_nothing_is_done(self, bench: Bench, given: str | None) -> None:
+        client = bench.post(HELLO, {"authorization": given} if given else {})
+        await client.finish()
+        assert client.status == 401
+        assert not bench.renderer.bodies
+        assert "sk-" not in client.body.decode()
+
+    async def test_one_that_may_not_ask_for_a_class_is_told_so(self, bench: Bench) -> None:
+        client = bench.post({**HELLO, "service_tier": "priority"}, {"authorization": "Bearer sk-2"})
+        await client.finish()
+        assert client.status == 403
+        assert "`batch`" in client.json()["error"]["message"]
+
+    async def test_one_that_has_had_its_part_is_told_when_to_come_back(self, bench: Bench) -> None:
+        pool = bench.pools["interactive"]
+        for _ in range(2):
+            pool.stream.put(Head(200, b"{}", final=True, facts=facts()))
+            client = bench.post(HELLO, {"authorization": "Bearer sk-1"})
+            await client.finish()
+            assert client.status == 200
+        client = bench.post(HELLO, {"authorization": "Bearer sk-1"})
+        await client.finish()
+        assert client.status == 429
+        assert 25 <= int(client.headers["retry-after"]) <= 30
+        assert client.json()["error"]["details"] == {"reason": "requests_per_minute"}
+
+
+async def test_a_request_that_would_be_late_is_refused_before_it_reaches_a_pool(bench: Bench) -> None:
+    for pool in bench.pools:
+        engine = load(60.0)
+        bench.dispatcher.learn(pool, ReplicaState(f"{pool}-1", time.monotonic(), read_clock(), {}, engine))
+    client = bench.post({**HELLO, "service_tier": "priority"})
+    await client.finish()
+    assert client.status == 503
+    error = client.json()["error"]
+    assert error["details"]["reason"] == "predicted_late"
+    assert error["details"]["predicted_ttft_ms"] > 50_000
+    assert int(client.headers["retry-after"]) > 50
+    assert not bench.pools["interactive"].requests
+    assert bench.outcomes == [("interactive", "interactive", "rejected")]
+
+
+async def test_an_output_beyond_the_cap_is_lowered_and_told(bench: Bench) -> None:
+    capped = {**config().model_dump(), "classes": CAPPED}
+    bench.app.configure(parse_config(capped))
+    bench.pools["interactive"].stream.put(Head(200, b"{}", final=True, facts=facts()))
+    client = bench.post({**HELLO, "max_tokens": 500})
+    await client.finish()
+    assert client.headers["x-sluice-notes"] == "max_tokens=100"
+    body = bench.pools["interactive"].requests[0].body
+    assert (body["max_completion_tokens"], body.get("max_tokens")) == (100, None)
+
+
+async def test_or_refused_where_the_class_says_so(bench: Bench) -> None:
+    strict = {"default": {**CAPPED["default"], "limits": {"over_max_output": "reject"}}}
+    bench.app.configure(parse_config({**config().model_dump(), "classes": {**CAPPED, **strict}}))
+    client = bench.post({**HELLO, "max_tokens": 500})
+    await client.finish()
+    assert client.status == 400
+    assert "at most 100" in client.json()["error"]["message"]
