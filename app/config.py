@@ -310,6 +310,24 @@ class ClassLimitsConfig(ConfigModel):
     )
 
 
+class LongPromptsConfig(ConfigModel):
+    """What becomes of prompts that are longer than `limits.max_prompt_tokens`, or than the class's pools can hold."""
+
+    mode: Literal["reject", "truncate", "retrieve", "summarize"] = Field(
+        "reject",
+        description="`reject` them with 400; or shorten them: `truncate` leaves out the middle, `retrieve` what is "
+        "least relevant to the question, `summarize` puts summaries, made in the least important class, in the place "
+        "of what is long. Instructions and the latest turns are kept. What was done is told in the header `x-sluice-notes`, in "
+        "the span and in the usage. Default: reject.",
+    )
+    output_room: int = Field(
+        512,
+        ge=1,
+        description="Tokens of the context that are left for the answer where a request doesn't say how many it wants. "
+        "Default: 512.",
+    )
+
+
 class ServiceClassConfig(ConfigModel):
     """One class of service. Its place in `classes` is its importance: the first is the most important."""
 
@@ -319,6 +337,9 @@ class ServiceClassConfig(ConfigModel):
     targets: TargetsConfig = Field(default_factory=TargetsConfig, description="Latency targets. Default: none.")
     dials: DialsConfig = Field(default_factory=DialsConfig, description="First token against throughput.")
     limits: ClassLimitsConfig = Field(default_factory=ClassLimitsConfig, description="Caps.")
+    long_prompts: LongPromptsConfig = Field(
+        default_factory=LongPromptsConfig, description="What becomes of prompts that are too long. Default: rejected."
+    )
     admit_share: float | None = Field(
         None,
         gt=0,

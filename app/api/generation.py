@@ -13,6 +13,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as ge
 from opentelemetry.trace import Span, SpanKind
 from starlette.datastructures import Headers
 
+from app.api.demand import demand_of
 from app.api.edge import received_at
 from app.api.http import (
     ClientGone,
@@ -23,12 +24,12 @@ from app.api.http import (
     read_json_object,
     until_client_gone,
 )
+from app.api.shortening import Shortener, check_length
 from app.config import SluiceConfig
 from app.errors import InternalError, InvalidRequest, PoolUnavailable, ReplicaLost, RequestError, from_engine
 from app.routing.classify import classify, pools_for
 from app.routing.keys import Caller, Grant, Keys
 from app.routing.limits import within_limits
-from app.routing.placement import prefix_hashes
 from app.routing.replicas import Demand
 from app.telemetry.timeline import read_clock, server_timing, with_facts
 from app.telemetry.tracing import Tracing, carrier_from_headers, end_span, mark_outcome
@@ -62,6 +63,9 @@ class RendererPort(Protocol):
 
     async def render(self, route: Route, body: JsonObject) -> Rendered:
         """Check and render one request; raises RequestError."""
+
+    def count(self, texts: list[str]) -> list[int]:
+        """Tokens of each text."""
 
 
 @dataclass(slots=True)
@@ -101,6 +105,7 @@ class Generation:
         metrics: RequestMetrics,
         readers: ReaderWatch,
         keys: Keys,
+        shortener: Shortener,
     ) -> None:
         self._route = route
         self._config = config
@@ -111,6 +116,7 @@ class Generation:
         self._metrics = metrics
         self._readers = readers
         self._keys = keys
+        self._shortener = shortener
 
     def configure(self, config: SluiceConfig) -> None:
         """Go by another configuration, with the same pools, from the next request on."""
@@ -175,21 +181,24 @@ class Generation:
         )
 
     async def _handle(self, exchange: _Exchange, body: JsonObject) -> None:
-        """A request's way: render, classify, admit, place, dispatch, stream."""
+        """A request's way: classify, fit, render, admit, place, dispatch, stream."""
         config = self._config
         timeline = exchange.timeline
         service_tier = body.pop("service_tier", None)
         body = _without_steering_fields(body)
 
+        service_class = classify(config.classes, service_tier, exchange.headers.get("x-priority"))
+        self._keys.check_class(exchange.caller, service_class)
+        body, shortened = await self._shortener.fit(config, service_class, self._route, body)
         rendered = await self._renderer.render(self._route, body)
+        check_length(config, service_class, rendered)
         timeline.rendered = time.monotonic()
         timeline.prompt_tokens = rendered.prompt_tokens
 
-        service_class = classify(config.classes, service_tier, exchange.headers.get("x-priority"))
         body, rendered, notes = within_limits(config, self._route, service_class, body, rendered)
-        self._keys.check_class(exchange.caller, service_class)
+        notes = [str(shortened), *notes] if shortened is not None else notes
         pools = pools_for(config, service_class, rendered.longest_prompt, rendered.max_output_tokens)
-        demand = _demand(config, service_class, pools, rendered, timeline.received, exchange.caller.name)
+        demand = demand_of(config, service_class, pools, rendered, timeline.received, exchange.caller.name)
         self._classified(exchange, demand, rendered, notes)
         exchange.grant = self._keys.take(exchange.caller, demand.tokens, time.monotonic())
         self._dispatcher.set_weight(service_class, exchange.caller)
@@ -346,28 +355,6 @@ class Generation:
         if exchange.service_class != UNKNOWN:
             self._metrics.left(exchange.service_class)
         self._metrics.ended(exchange.service_class, exchange.pool, outcome, timeline, end)
-
-
-def _demand(
-    config: SluiceConfig, service_class: str, pools: tuple[str, ...], rendered: Rendered, received: float, key: str
-) -> Demand:
-    entry = config.classes[service_class]
-    step_share = entry.effective_dials.step_tpot_share
-    tpot_s = entry.targets.tpot_s
-    ids = rendered.prompt_token_ids
-    output = rendered.max_output_tokens
-    return Demand(
-        service_class=service_class,
-        prompt_tokens=rendered.prompt_tokens,
-        received=received,
-        ttft_s=entry.targets.ttft_s(rendered.longest_prompt),
-        tpot_s=None if tpot_s is None or step_share is None else tpot_s * step_share,
-        output_tokens=None if output is None else output * rendered.sequences,
-        sequences=rendered.sequences,
-        key=key,
-        prefix=prefix_hashes(ids[0]) if ids is not None and len(ids) == 1 else (),
-        pools=pools,
-    )
 
 
 def _without_steering_fields(body: JsonObject) -> JsonObject:

@@ -11,8 +11,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
+from app.api.completion import Completion
 from app.api.generation import Generation, RendererPort
 from app.api.http import ReaderWatch, clean_request_id, dump_json, http_path
+from app.api.shortening import Shortener
 from app.errors import InternalError, InvalidRequest, MethodNotAllowed, NotFound, RequestError
 from app.types import JsonObject
 
@@ -74,9 +76,10 @@ def build_app(
     """The application; nothing in it knows how its parts reach Ray or vLLM."""
 
     readers = ReaderWatch(config.ingress.slow_reader_timeout_s)
+    shortener = Shortener(renderer, Completion(config, renderer, pools, dispatcher))
 
     def generation(route: str) -> Generation:
-        return Generation(route, config, renderer, pools, dispatcher, tracing, metrics, readers, keys)  # type: ignore[arg-type]
+        return Generation(route, config, renderer, pools, dispatcher, tracing, metrics, readers, keys, shortener)  # type: ignore[arg-type]
 
     async def list_models(request: Request) -> Response:
         keys.identify(request.headers.get("authorization"))

@@ -69,6 +69,13 @@ class Renderer:
         listing: JsonObject = (await self._models.show_available_models()).model_dump()
         return listing
 
+    def count(self, texts: list[str]) -> list[int]:
+        """Tokens of each text, by itself."""
+        if not texts:
+            return []
+        tokenizer = self._renderer.renderer.get_tokenizer()
+        return [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
     async def render(self, route: Route, body: JsonObject) -> Rendered:
         """Check and render one request.
 

@@ -72,6 +72,15 @@ def pools_for(
     return (home, *others)
 
 
+def longest_context(config: SluiceConfig, service_class: str) -> int:
+    """The longest context, in tokens, of the pools that the rules name for a class."""
+    return max(
+        config.pools[rule.pool].engine.max_model_len
+        for rule in config.routing.rules
+        if rule.service_class in (None, service_class)
+    )
+
+
 def home_pool(
     routing: RoutingConfig,
     pools: Mapping[str, PoolConfig],

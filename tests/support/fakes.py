@@ -47,6 +47,9 @@ class FakeRenderer:
             sampling={},
         )
 
+    def count(self, texts: list[str]) -> list[int]:
+        return [len(text.split()) for text in texts]
+
     async def models(self) -> JsonObject:
         return {"object": "list", "data": [{"id": "m", "object": "model"}]}
 
