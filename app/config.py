@@ -317,8 +317,8 @@ class LongPromptsConfig(ConfigModel):
         "reject",
         description="`reject` them with 400; or shorten them: `truncate` leaves out the middle, `retrieve` what is "
         "least relevant to the question, `summarize` puts summaries, made in the least important class, in the place "
-        "of what is long. Instructions and the latest turns are kept. What was done is told in the header `x-sluice-notes`, in "
-        "the span and in the usage. Default: reject.",
+        "of what is long. Instructions and the latest turns are kept. What was done is told in the header "
+        "`x-sluice-notes`, in the span and in the usage. Default: reject.",
     )
     output_room: int = Field(
         512,
@@ -429,6 +429,15 @@ class IngressConfig(ConfigModel):
         gt=0,
         description="How long, in seconds, a client may leave a stream unread before its request is cancelled. "
         "Counted from when nothing more fits between here and the client. Default: 60.",
+    )
+    resume_window_s: float = Field(
+        30.0,
+        gt=0,
+        description="How long, in seconds, a stream that its client made resumable (`x-sluice-resume: allow`) goes on "
+        "without a reader, and is kept after its end. Default: 30.",
+    )
+    resume_buffer_mib: float = Field(
+        4.0, gt=0, description="What is kept of one such stream, in MiB; of longer ones the end. Default: 4."
     )
     max_choices: int = Field(
         32, ge=1, description="Most sequences that one request may ask for (prompts times `n`). Default: 32."

@@ -8,6 +8,7 @@ RequestError                     an HTTP status, an OpenAI error body and an out
 ├── BodyTooLarge          413
 ├── InvalidKey            401    no API key, or one that nobody has
 ├── NotAllowed            403    the API key may not ask for this
+├── Gone                  410    the stream cannot be resumed
 ├── QuotaExceeded         429    the caller has had what it may have, or its own requests are in the way
 ├── Saturated             503    the request would be late: nothing that may serve it has room in time
 ├── HoldExpired           503    it was held for room, and there was none in time
@@ -15,6 +16,7 @@ RequestError                     an HTTP status, an OpenAI error body and an out
 ├── PoolUnavailable       503    the pool has no replica that answers
 ├── ReplicaLost           503    the replica died with the request
 ├── AcceptTimeout         503    no replica accepted the request within the pool's accept_timeout_s
+├── RequestCancelled      499    somebody cancelled the request by its id
 └── InternalError         500    a fault of this server
 """
 
@@ -138,6 +140,22 @@ class HoldExpired(RequestError):
     kind = "ServiceUnavailableError"
     retryable = True
     outcome = "evicted"
+
+
+class Gone(RequestError):
+    """The stream cannot be resumed: it is over for too long, or was never one that could."""
+
+    status = 410
+    kind = "GoneError"
+    outcome = "rejected"
+
+
+class RequestCancelled(RequestError):
+    """Somebody cancelled the request by its id. 499 is what nginx has for it."""
+
+    status = 499
+    kind = "RequestCancelledError"
+    outcome = "cancelled"
 
 
 class PoolSaturated(RequestError):

@@ -51,7 +51,7 @@ class Ingress:
         from app.api.ingress import build_app
         from app.api.keys import KeyStore
         from app.engine.render import Renderer
-        from app.pools.client import HealthWatch, PoolClient
+        from app.pools.client import HealthWatch, Peers, PoolClient
         from app.pools.dispatcher import Dispatcher
         from app.telemetry.metrics import RequestMetrics
         from app.telemetry.tracing import Tracing
@@ -67,9 +67,11 @@ class Ingress:
         health = HealthWatch(serve.get_replica_context().app_name, list(pools))
         metrics = RequestMetrics(config.classes)
         self._gauges = asyncio.create_task(metrics.keep_gauges())
+        # Alone, a replica knows all requests.
+        ask = Peers(serve.get_replica_context().app_name, "ingress").ask if config.ingress.num_replicas > 1 else None
         store = KeyStore(config.keys, config.ingress.num_replicas)
         self._keys = asyncio.create_task(store.keep_current())
-        self._app = build_app(config, renderer, pools, dispatcher, health, self._tracing, metrics, store.keys)
+        self._app = build_app(config, renderer, pools, dispatcher, health, self._tracing, metrics, store.keys, ask)
         if http_path() == "haproxy":
             logger.info("Requests arrive by HAProxy.")
         else:
@@ -82,6 +84,14 @@ class Ingress:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Serve calls it with the deployment's `user_config`, at the start and whenever that changes."""
         self._app.configure(reconfigured(self._config, user_config))
+
+    async def cancel_request(self, request_id: str, key: str) -> bool | None:
+        """For other ingress replicas: cancel a caller's request, if it is here; else None."""
+        return self._app.requests.cancel(request_id, key) or None
+
+    async def read_request(self, request_id: str, key: str, last: int) -> Any:
+        """For other ingress replicas: what came of a resumable stream after an event, if it is here; else None."""
+        return await self._app.requests.excerpt(request_id, key, last)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from starlette.datastructures import Headers
 from app.api.demand import demand_of
 from app.api.edge import received_at
 from app.api.http import (
+    BodyOnly,
     ClientGone,
     ReaderWatch,
     Responder,
@@ -24,9 +26,18 @@ from app.api.http import (
     read_json_object,
     until_client_gone,
 )
+from app.api.requests import Entry, Recording, Requests, play
 from app.api.shortening import Shortener, check_length
 from app.config import SluiceConfig
-from app.errors import InternalError, InvalidRequest, PoolUnavailable, ReplicaLost, RequestError, from_engine
+from app.errors import (
+    InternalError,
+    InvalidRequest,
+    PoolUnavailable,
+    ReplicaLost,
+    RequestCancelled,
+    RequestError,
+    from_engine,
+)
 from app.routing.classify import classify, pools_for
 from app.routing.keys import Caller, Grant, Keys
 from app.routing.limits import within_limits
@@ -57,6 +68,9 @@ _DROPPED_FIELDS = ("priority", "request_id")
 # How often a request whose replica was lost before it gave anything is placed again.
 _MOST_ATTEMPTS = 4
 
+# Requests that go on without the connection that they came by.
+_background: set[asyncio.Future[None]] = set()
+
 
 class RendererPort(Protocol):
     """What the generation routes need of a renderer."""
@@ -85,6 +99,9 @@ class _Exchange:
     stream: ReplicaStream | None = None
     caller: Caller = field(default_factory=Caller)
     grant: Grant | None = None
+    entry: Entry | None = None
+    recording: Recording | None = None
+    is_cancelled: bool = False
     outcome: Outcome = "failed"
     error_type: str | None = None
     lost: bool = False
@@ -106,6 +123,7 @@ class Generation:
         readers: ReaderWatch,
         keys: Keys,
         shortener: Shortener,
+        requests: Requests,
     ) -> None:
         self._route = route
         self._config = config
@@ -117,6 +135,7 @@ class Generation:
         self._readers = readers
         self._keys = keys
         self._shortener = shortener
+        self._requests = requests
 
     def configure(self, config: SluiceConfig) -> None:
         """Go by another configuration, with the same pools, from the next request on."""
@@ -124,9 +143,43 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises only when it is cancelled from outside."""
-        exchange = self._open(scope, send)
+        if Headers(scope=scope).get("x-sluice-resume") == "allow":
+            await self._serve_resumable(scope, receive, send)
+        else:
+            await self._run(self._open(scope, send), receive)
+
+    async def _serve_resumable(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request whose stream goes on when its client leaves, and can be read again."""
+        recording = Recording(int(self._config.ingress.resume_buffer_mib * _MIB))
+        exchange = self._open(scope, recording.send)
+        exchange.recording = recording
+        body = BodyOnly(receive)
+        work = asyncio.ensure_future(self._run(exchange, body.receive))
+        work.add_done_callback(lambda _: recording.end())
+        _background.add(work)
+        work.add_done_callback(_background.discard)
+        await body.read.wait()
+        with contextlib.suppress(ClientGone):
+            await until_client_gone(receive, play(recording, send))
+
+    def _enter(self, exchange: _Exchange) -> None:
+        """From now on the request is known by its id."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def cancel() -> None:
+            exchange.is_cancelled = True
+            task.cancel()
+
+        exchange.entry = Entry(exchange.request_id, exchange.caller.name, cancel, exchange.recording)
+        self._requests.add(exchange.entry)
+        if exchange.recording is not None:
+            self._requests.watch(exchange.entry, self._config.ingress.resume_window_s)
+
+    async def _run(self, exchange: _Exchange, receive: Receive) -> None:
         try:
             exchange.caller = self._keys.identify(exchange.headers.get("authorization"))
+            self._enter(exchange)
             body = await read_json_object(
                 receive, exchange.headers.get("content-length"), int(self._config.ingress.max_body_mib * _MIB)
             )
@@ -136,6 +189,10 @@ class Generation:
             exchange.outcome, exchange.error_type = "cancelled", None
         except asyncio.CancelledError:
             exchange.outcome, exchange.error_type = "cancelled", None
+            if exchange.is_cancelled:
+                asyncio.current_task().uncancel()  # type: ignore[union-attr]
+                await self._fail(exchange, RequestCancelled("The request was cancelled by its id."))
+                return
             if not self._readers.gave_up(exchange.responder):
                 raise
             # The server closes the connection, as the answer is not complete.
@@ -326,6 +383,8 @@ class Generation:
 
     def _close(self, exchange: _Exchange) -> None:
         """Whatever happened: end the spans, count the request."""
+        if exchange.entry is not None and exchange.recording is None:
+            self._requests.remove(exchange.entry)
         end = time.monotonic()
         timeline, outcome = exchange.timeline, exchange.outcome
         if timeline.last_token is not None and outcome == "finished":

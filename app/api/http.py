@@ -16,7 +16,7 @@ from app.errors import BodyTooLarge, InvalidRequest, RequestError
 from app.types import JsonObject
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Send
+    from starlette.types import Message, Receive, Send
 
 _REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _MAX_REQUEST_ID_CHARS = 128
@@ -114,6 +114,26 @@ async def until_client_gone(receive: Receive, work: Awaitable[None]) -> None:
 async def _client_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class BodyOnly:
+    """A request's ASGI messages up to the end of its body; whether the client leaves later is not told.
+
+    `read`: set when the body has come, or never will.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.read = asyncio.Event()
+
+    async def receive(self) -> Message:
+        """ASGI's receive."""
+        if self.read.is_set():
+            await asyncio.Event().wait()
+        message = await self._receive()
+        if not message.get("more_body", False):
+            self.read.set()
+        return message
 
 
 class Responder:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route as HttpRoute
 
 from app.api.completion import Completion
 from app.api.generation import Generation, RendererPort
 from app.api.http import ReaderWatch, clean_request_id, dump_json, http_path
+from app.api.requests import Ask, Everywhere, Requests
 from app.api.shortening import Shortener
 from app.errors import InternalError, InvalidRequest, MethodNotAllowed, NotFound, RequestError
 from app.types import JsonObject
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from app.routing.keys import Keys
     from app.telemetry.metrics import RequestMetrics
     from app.telemetry.tracing import Tracing
+    from app.types import Route
 
 
 class ModelListing(RendererPort, Protocol):
@@ -40,10 +42,13 @@ class ModelListing(RendererPort, Protocol):
 class IngressApp:
     """All routes."""
 
-    def __init__(self, generations: Mapping[str, Generation], rest: ASGIApp, dispatcher: Dispatcher) -> None:
+    def __init__(
+        self, generations: Mapping[str, Generation], rest: ASGIApp, dispatcher: Dispatcher, requests: Requests
+    ) -> None:
         self._generations = generations
         self._rest = rest
         self._dispatcher = dispatcher
+        self.requests = requests
 
     def configure(self, config: SluiceConfig) -> None:
         """Go by another configuration, with the same pools, from the next request on."""
@@ -72,14 +77,19 @@ def build_app(
     tracing: Tracing,
     metrics: RequestMetrics,
     keys: Keys,
+    ask: Ask | None = None,
 ) -> IngressApp:
     """The application; nothing in it knows how its parts reach Ray or vLLM."""
 
     readers = ReaderWatch(config.ingress.slow_reader_timeout_s)
+    requests = Requests()
+    everywhere = Everywhere(requests, ask)
     shortener = Shortener(renderer, Completion(config, renderer, pools, dispatcher))
 
-    def generation(route: str) -> Generation:
-        return Generation(route, config, renderer, pools, dispatcher, tracing, metrics, readers, keys, shortener)  # type: ignore[arg-type]
+    def generation(route: Route) -> Generation:
+        return Generation(
+            route, config, renderer, pools, dispatcher, tracing, metrics, readers, keys, shortener, requests
+        )
 
     async def list_models(request: Request) -> Response:
         keys.identify(request.headers.get("authorization"))
@@ -106,19 +116,46 @@ def build_app(
         }
         return _json(200 if is_ready else 503, body)
 
+    async def cancel(request: Request) -> Response:
+        caller = keys.identify(request.headers.get("authorization"))
+        request_id = clean_request_id(request.path_params["id"])
+        if not await everywhere.cancel(request_id, caller.name):
+            raise NotFound(f"There is no request `{request_id}` in hand.", param="id")
+        return _json(200, {"id": request_id, "object": "request", "status": "cancelled"})
+
+    async def resume(request: Request) -> Response:
+        caller = keys.identify(request.headers.get("authorization"))
+        request_id = clean_request_id(request.path_params["id"])
+        last = request.headers.get("last-event-id", "0")
+        if not last.isdecimal():
+            raise InvalidRequest("Last-Event-ID must be the id of an event of this stream.")
+        first = await everywhere.after(request_id, caller.name, int(last))
+
+        async def rest() -> AsyncIterator[bytes]:
+            excerpt = first
+            yield excerpt.events
+            while not excerpt.is_over:
+                excerpt = await everywhere.after(request_id, caller.name, excerpt.last)
+                yield excerpt.events
+
+        headers = {"cache-control": "no-cache", **_id_header(request)}
+        return StreamingResponse(rest(), headers=headers, media_type="text/event-stream")
+
     generations = {"/v1/chat/completions": generation("chat"), "/v1/completions": generation("completions")}
     rest = Starlette(
         routes=[
             *(HttpRoute(path, app, methods=["POST"]) for path, app in generations.items()),
             HttpRoute("/v1/models", list_models, methods=["GET"]),
             HttpRoute("/v1/models/{model:path}", show_model, methods=["GET"]),
+            HttpRoute("/v1/requests/{id}/cancel", cancel, methods=["POST"]),
+            HttpRoute("/v1/requests/{id}/events", resume, methods=["GET"]),
             HttpRoute("/health", live, methods=["GET"]),
             HttpRoute("/ready", ready, methods=["GET"]),
         ],
         exception_handlers={HTTPException: _http_error, RequestError: _request_error, Exception: _any_error},
     )
 
-    return IngressApp(generations, rest, dispatcher)
+    return IngressApp(generations, rest, dispatcher, requests)
 
 
 def _json(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:

@@ -315,3 +315,24 @@ class HealthWatch:
             states = {} if deployment is None else deployment.replica_states
             health[name] = PoolHealth(sum(states.values()), states.get("RUNNING", 0))
         return health
+
+
+class Peers:
+    """The app's other ingress replicas, and this one."""
+
+    _TIMEOUT_S = 10.0
+
+    def __init__(self, app_name: str, deployment: str) -> None:
+        self._app_name = app_name
+        self._deployment = deployment
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        """The first answer of theirs that is not None; None where there is none.
+
+        Raises:
+            RequestError: they cannot be asked.
+        """
+        handle = serve.get_deployment_handle(self._deployment, self._app_name)
+        with _ray_errors(self._deployment):
+            answers = await handle.broadcast(method, *args).results_async(timeout_s=self._TIMEOUT_S)
+        return next((answer for answer in answers if answer is not None), None)

@@ -49,7 +49,7 @@ def _sluice(arm: str, profile: str, scale: float, port: int, keys: Path | None) 
     base = {"executor": executor, "num_cpus": 0.2}
     lengths: list[dict[str, Any]] = [{"name": "short", "max_prompt_tokens": 8192}, {"name": "long"}]
     if arm == "fcfs":
-        engine = _engine(256, 8192, scheduler="vllm", vllm={"scheduling_policy": "fcfs"})
+        engine = _engine(256, 8192, scheduler="vllm")
         pools = {"all": {**base, "num_replicas": GPUS, "engine": engine}}
         routing: dict[str, Any] = {"lengths": lengths, "rules": [{"pool": "all"}], "admission": False}
     elif arm == "all-batch":
@@ -69,7 +69,8 @@ def _sluice(arm: str, profile: str, scale: float, port: int, keys: Path | None) 
         routing = {"lengths": lengths, "rules": rules, "spillover": arm == "sluice"}
     args = {
         "model": {"name": MODEL_NAME, "source": f"builtin:{_MODEL}"},
-        "classes": {name: _class(name, scale) for name in TARGETS},
+        # Without targets vLLM's own scheduler serves first come, first served.
+        "classes": {name: _class(name, None if arm == "fcfs" else TARGETS[name], scale) for name in TARGETS},
         "routing": routing,
         "pools": pools,
         "ingress": {"num_cpus": 0.2},
@@ -78,8 +79,7 @@ def _sluice(arm: str, profile: str, scale: float, port: int, keys: Path | None) 
     return {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [app]}
 
 
-def _class(name: str, scale: float) -> dict[str, Any]:
-    targets = TARGETS[name]
+def _class(name: str, targets: tuple[float, float, float] | None, scale: float) -> dict[str, Any]:
     if targets is None:
         return {"service_tier": _TIERS[name], "dials": {"hold_ms": 60_000 * scale}}
     base, per_1k, tpot = (value * 1000 * scale for value in targets)

@@ -14,6 +14,8 @@ EXPECTED: dict[int, type[openai.APIStatusError]] = {
     403: openai.PermissionDeniedError,
     404: openai.NotFoundError,
     405: openai.APIStatusError,
+    410: openai.APIStatusError,
+    499: openai.APIStatusError,
     413: openai.APIStatusError,
     429: openai.RateLimitError,
     500: openai.InternalServerError,

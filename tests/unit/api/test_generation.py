@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 from opentelemetry.sdk.trace import ReadableSpan
@@ -46,7 +47,7 @@ def config() -> SluiceConfig:
                 ],
             },
             "pools": {"interactive": pool, "batch": pool, "long_context": pool},
-            "ingress": {"max_body_mib": 0.01, "slow_reader_timeout_s": 0.05},
+            "ingress": {"max_body_mib": 0.01, "slow_reader_timeout_s": 0.05, "resume_window_s": 0.3},
         }
     )
 
@@ -88,6 +89,12 @@ class Bench:
     def post(self, body: Any, headers: dict[str, str] | None = None, path: str = PATH) -> Client:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         return Client(self.app, path, raw, headers)
+
+    async def call(self, method: str, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
+        """A request whose answer is read in one piece."""
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, headers=headers)
 
     def spans(self) -> dict[str, ReadableSpan]:
         self.tracing._provider.force_flush()
@@ -476,3 +483,72 @@ async def test_or_refused_where_the_class_says_so(bench: Bench) -> None:
     await client.finish()
     assert client.status == 400
     assert "at most 100" in client.json()["error"]["message"]
+
+
+class TestById:
+    """Cancelling requests and resuming streams by their ids."""
+
+    async def test_a_request_is_cancelled_by_its_id(self, bench: Bench) -> None:
+        client = bench.post({**HELLO, "stream": True}, {"x-request-id": "r-1"})
+        stream = bench.pools["interactive"].stream
+        stream.put(Head(200, b"data: 1\n\n", final=False, facts=facts()))
+        await client.until_sent(2)
+        answer = await bench.call("POST", "/v1/requests/r-1/cancel")
+        assert (answer.status_code, answer.json()["status"]) == (200, "cancelled")
+        await client.finish()
+        assert b"RequestCancelledError" in client.body
+        assert client.body.endswith(b"data: [DONE]\n\n")
+        assert stream.cancelled
+        assert bench.outcomes == [("standard", "interactive", "cancelled")]
+        assert (await bench.call("POST", "/v1/requests/r-1/cancel")).status_code == 404
+
+    async def test_before_it_was_answered_it_gets_a_status(self, bench: Bench) -> None:
+        client = bench.post(HELLO, {"x-request-id": "r-1"})
+        await bench.pools["interactive"].dispatched.wait()
+        await bench.call("POST", "/v1/requests/r-1/cancel")
+        await client.finish()
+        assert client.status == 499
+
+    async def test_a_resumable_stream_survives_its_connection(self, bench: Bench) -> None:
+        client = bench.post({**HELLO, "stream": True}, {"x-request-id": "r-1", "x-sluice-resume": "allow"})
+        stream = bench.pools["interactive"].stream
+        stream.put(Head(200, b"data: 1\n\n", final=False, facts=facts()))
+        await client.until_sent(2)
+        assert client.body == b"id: 1\ndata: 1\n\n"
+        client.leave()
+        await client.finish()
+        stream.put(b"data: 2\n\ndata: 3\n\n", Tail(facts(), body=b"data: [DONE]\n\n"))
+        answer = await bench.call("GET", "/v1/requests/r-1/events", {"last-event-id": "1"})
+        assert answer.text == "id: 2\ndata: 2\n\nid: 3\ndata: 3\n\nid: 4\ndata: [DONE]\n\n"
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert not stream.cancelled
+        assert bench.outcomes == [("standard", "interactive", "finished")]
+        # It is kept for a while.
+        assert (await bench.call("GET", "/v1/requests/r-1/events", {"last-event-id": "3"})).text.startswith("id: 4")
+
+    async def test_nobody_comes_back(self, bench: Bench) -> None:
+        client = bench.post({**HELLO, "stream": True}, {"x-request-id": "r-1", "x-sluice-resume": "allow"})
+        stream = bench.pools["interactive"].stream
+        stream.put(Head(200, b"data: 1\n\n", final=False, facts=facts()))
+        await client.until_sent(2)
+        client.leave()
+        await client.finish()
+        while not bench.outcomes:
+            await asyncio.sleep(0.01)
+        assert stream.cancelled
+        assert (await bench.call("GET", "/v1/requests/r-1/events")).status_code == 410
+
+    async def test_a_stream_that_was_not_resumable_is_gone(self, bench: Bench) -> None:
+        client = bench.post({**HELLO, "stream": True}, {"x-request-id": "r-1"})
+        bench.pools["interactive"].stream.put(Head(200, b"data: 1\n\n", final=False, facts=facts()))
+        await client.until_sent(2)
+        answer = await bench.call("GET", "/v1/requests/r-1/events", {"last-event-id": "1"})
+        assert answer.status_code == 410
+        assert "x-sluice-resume" in answer.json()["error"]["message"]
+        client.leave()
+        await client.finish()
+
+    async def test_an_error_of_a_resumable_request_is_told_as_ever(self, bench: Bench) -> None:
+        client = bench.post({**HELLO, "service_tier": "gold"}, {"x-sluice-resume": "allow"})
+        await client.finish()
+        assert client.status == 400
