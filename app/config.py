@@ -328,6 +328,33 @@ class LongPromptsConfig(ConfigModel):
     )
 
 
+class DegradeConfig(ConfigModel):
+    """What a request gets instead of a refusal, step by step: a capped output, a shorter prompt, a lower class.
+
+    Each step that was taken is named in the header `x-sluice-degraded` and in the span.
+    """
+
+    allowed: bool = Field(
+        False,
+        description="Degrade requests of the class without being asked; others are where their clients send "
+        "`x-sluice-degrade: allow`. Default: no.",
+    )
+    max_output_tokens: int = Field(256, ge=1, description="First step: the output cap, in tokens. Default: 256.")
+    prompt_share: float = Field(
+        0.25,
+        gt=0,
+        lt=1,
+        description="Second step: the share of the prompt that is kept, as `long_prompts.mode` says, by retrieval if "
+        "that is `reject`. Default: 0.25.",
+    )
+    min_prompt_tokens: int = Field(
+        1024, ge=1, description="Prompts are not made shorter than this, in tokens. Default: 1024."
+    )
+    demote_to: Name | None = Field(
+        None, description="Last step: the class that serves it. Default: the least important one."
+    )
+
+
 class ServiceClassConfig(ConfigModel):
     """One class of service. Its place in `classes` is its importance: the first is the most important."""
 
@@ -339,6 +366,9 @@ class ServiceClassConfig(ConfigModel):
     limits: ClassLimitsConfig = Field(default_factory=ClassLimitsConfig, description="Caps.")
     long_prompts: LongPromptsConfig = Field(
         default_factory=LongPromptsConfig, description="What becomes of prompts that are too long. Default: rejected."
+    )
+    degrade: DegradeConfig = Field(
+        default_factory=DegradeConfig, description="What requests get instead of a refusal. Default: nothing."
     )
     admit_share: float | None = Field(
         None,
@@ -547,6 +577,11 @@ class SluiceConfig(ConfigModel):
                         f"{_names(self.classes)}"
                     )
         for service_class, entry in self.classes.items():
+            if entry.degrade.demote_to is not None and entry.degrade.demote_to not in self.classes:
+                raise ValueError(
+                    f"classes.{service_class}.degrade.demote_to: no class `{entry.degrade.demote_to}` is defined; "
+                    f"defined are {_names(self.classes)}"
+                )
             for pool_name in entry.spill_to or ():
                 if pool_name not in self.pools:
                     raise ValueError(

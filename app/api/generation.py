@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +14,6 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as ge
 from opentelemetry.trace import Span, SpanKind
 from starlette.datastructures import Headers
 
-from app.api.demand import demand_of
 from app.api.edge import received_at
 from app.api.http import (
     BodyOnly,
@@ -26,22 +25,22 @@ from app.api.http import (
     read_json_object,
     until_client_gone,
 )
+from app.api.preparation import Preparation, Prepared
 from app.api.requests import Entry, Recording, Requests, play
-from app.api.shortening import Shortener, check_length
 from app.config import SluiceConfig
 from app.errors import (
+    HoldExpired,
     InternalError,
     InvalidRequest,
     PoolUnavailable,
     ReplicaLost,
     RequestCancelled,
     RequestError,
+    Saturated,
     from_engine,
 )
-from app.routing.classify import classify, pools_for
+from app.routing.classify import classify
 from app.routing.keys import Caller, Grant, Keys
-from app.routing.limits import within_limits
-from app.routing.replicas import Demand
 from app.telemetry.timeline import read_clock, server_timing, with_facts
 from app.telemetry.tracing import Tracing, carrier_from_headers, end_span, mark_outcome
 from app.types import UNKNOWN, ClockReading, EngineRequest, Head, JsonObject, Outcome, Rendered, Route, Tail, Timeline
@@ -115,26 +114,24 @@ class Generation:
         self,
         route: Route,
         config: SluiceConfig,
-        renderer: RendererPort,
         pools: Mapping[str, PoolClient],
         dispatcher: Dispatcher,
         tracing: Tracing,
         metrics: RequestMetrics,
         readers: ReaderWatch,
         keys: Keys,
-        shortener: Shortener,
+        preparation: Preparation,
         requests: Requests,
     ) -> None:
         self._route = route
         self._config = config
-        self._renderer = renderer
         self._pools = pools
         self._dispatcher = dispatcher
         self._tracing = tracing
         self._metrics = metrics
         self._readers = readers
         self._keys = keys
-        self._shortener = shortener
+        self._preparation = preparation
         self._requests = requests
 
     def configure(self, config: SluiceConfig) -> None:
@@ -245,27 +242,20 @@ class Generation:
         body = _without_steering_fields(body)
 
         service_class = classify(config.classes, service_tier, exchange.headers.get("x-priority"))
-        self._keys.check_class(exchange.caller, service_class)
-        body, shortened = await self._shortener.fit(config, service_class, self._route, body)
-        rendered = await self._renderer.render(self._route, body)
-        check_length(config, service_class, rendered)
+        prepared = await self._preparation.prepare(
+            config, service_class, self._route, body, exchange.caller, timeline.received
+        )
         timeline.rendered = time.monotonic()
-        timeline.prompt_tokens = rendered.prompt_tokens
-
-        body, rendered, notes = within_limits(config, self._route, service_class, body, rendered)
-        notes = [str(shortened), *notes] if shortened is not None else notes
-        pools = pools_for(config, service_class, rendered.longest_prompt, rendered.max_output_tokens)
-        demand = demand_of(config, service_class, pools, rendered, timeline.received, exchange.caller.name)
-        self._classified(exchange, demand, rendered, notes)
-        exchange.grant = self._keys.take(exchange.caller, demand.tokens, time.monotonic())
-        self._dispatcher.set_weight(service_class, exchange.caller)
+        timeline.prompt_tokens = prepared.rendered.prompt_tokens
+        self._classified(exchange, prepared)
+        exchange.grant = self._keys.take(exchange.caller, prepared.demand.tokens, time.monotonic())
 
         attempts = 0
         while True:
             attempts += 1
-            ticket = await self._dispatcher.admit(demand)
+            ticket, prepared = await self._admit(config, exchange, prepared)
             try:
-                await self._serve(exchange, ticket, body, rendered, config.classes[service_class].service_tier)
+                await self._serve(config, exchange, ticket, prepared)
                 return
             except (ReplicaLost, PoolUnavailable):
                 # Nothing of the answer has left, so another replica can give it.
@@ -278,19 +268,45 @@ class Generation:
             finally:
                 ticket.close()
 
-    async def _serve(
-        self, exchange: _Exchange, ticket: Ticket, body: JsonObject, rendered: Rendered, service_tier: str
-    ) -> None:
+    async def _admit(self, config: SluiceConfig, exchange: _Exchange, prepared: Prepared) -> tuple[Ticket, Prepared]:
+        """Wait until the request, or where that is allowed a lesser one, may be dispatched."""
+        name = prepared.demand.service_class
+        self._dispatcher.set_weight(name, exchange.caller)
+        try:
+            return await self._dispatcher.admit(prepared.demand), prepared
+        except (Saturated, HoldExpired) as error:
+            is_allowed = exchange.headers.get("x-sluice-degrade") == "allow" or config.classes[name].degrade.allowed
+            if not is_allowed:
+                raise
+            refusal: RequestError = error
+        steps: list[str] = []
+        async for lesser, step in self._preparation.lesser(config, prepared):
+            steps.append(step)
+            try:
+                ticket = await self._dispatcher.admit(lesser.demand)
+            except (Saturated, HoldExpired) as error:
+                refusal = error
+                continue
+            exchange.responder.add_headers({"x-sluice-degraded": ", ".join(steps)})
+            exchange.attributes["sluice.degraded"] = ", ".join(steps)
+            exchange.timeline.prompt_tokens = lesser.rendered.prompt_tokens
+            if lesser.demand.service_class != name:
+                self._metrics.left(name)
+                self._classified(exchange, lesser)
+            return ticket, lesser
+        raise refusal
+
+    async def _serve(self, config: SluiceConfig, exchange: _Exchange, ticket: Ticket, prepared: Prepared) -> None:
         demand, pool = ticket.demand, ticket.placement.pool
         self._placed(exchange, ticket)
         stream = self._pools[pool].dispatch(
             EngineRequest(
                 request_id=exchange.request_id,
                 route=self._route,
-                body=body,
-                prompt_token_ids=rendered.prompt_token_ids,
+                body=prepared.body,
+                prompt_token_ids=prepared.rendered.prompt_token_ids,
                 service_class=demand.service_class,
-                service_tier=service_tier,
+                service_tier=config.classes[demand.service_class].service_tier,
                 pool=pool,
                 ttft_s=None if demand.ttft_s is None else demand.ttft_s + ticket.later_s,
                 tpot_s=demand.tpot_s,
@@ -322,7 +338,8 @@ class Generation:
             exchange.attributes["sluice.predicted_ttft_ms"] = round(predicted_ms, 1)
             exchange.responder.add_headers({"x-sluice-predicted-ttft-ms": f"{predicted_ms:.0f}"})
 
-    def _classified(self, exchange: _Exchange, demand: Demand, rendered: Rendered, notes: Sequence[str]) -> None:
+    def _classified(self, exchange: _Exchange, prepared: Prepared) -> None:
+        demand, rendered, notes = prepared.demand, prepared.rendered, prepared.notes
         # Until it is placed, the pool that it was meant for.
         exchange.service_class, exchange.pool = demand.service_class, demand.pools[0]
         self._metrics.entered(exchange.service_class)

@@ -14,6 +14,7 @@ from starlette.routing import Route as HttpRoute
 from app.api.completion import Completion
 from app.api.generation import Generation, RendererPort
 from app.api.http import ReaderWatch, clean_request_id, dump_json, http_path
+from app.api.preparation import Preparation
 from app.api.requests import Ask, Everywhere, Requests
 from app.api.shortening import Shortener
 from app.errors import InternalError, InvalidRequest, MethodNotAllowed, NotFound, RequestError
@@ -85,11 +86,10 @@ def build_app(
     requests = Requests()
     everywhere = Everywhere(requests, ask)
     shortener = Shortener(renderer, Completion(config, renderer, pools, dispatcher))
+    preparation = Preparation(renderer, keys, shortener)
 
     def generation(route: Route) -> Generation:
-        return Generation(
-            route, config, renderer, pools, dispatcher, tracing, metrics, readers, keys, shortener, requests
-        )
+        return Generation(route, config, pools, dispatcher, tracing, metrics, readers, keys, preparation, requests)
 
     async def list_models(request: Request) -> Response:
         keys.identify(request.headers.get("authorization"))

@@ -129,6 +129,7 @@ class FakeMetrics:
     def __init__(self) -> None:
         self.in_flight = 0
         self.slow_readers: list[str] = []
+        self.has_ended = asyncio.Event()
         self.ends: list[tuple[str, str, Outcome, Timeline]] = []
 
     def slow_reader(self, service_class: str) -> None:
@@ -141,4 +142,5 @@ class FakeMetrics:
         self.in_flight -= 1
 
     def ended(self, service_class: str, pool: str, outcome: Outcome, timeline: Timeline, end: float) -> None:
+        self.has_ended.set()
         self.ends.append((service_class, pool, outcome, timeline))

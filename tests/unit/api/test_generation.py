@@ -19,7 +19,7 @@ from app.pools.dispatcher import Dispatcher
 from app.routing.keys import KeyConfig, Keys, hash_key
 from app.telemetry.timeline import read_clock
 from app.telemetry.tracing import Tracing
-from app.types import Head, PoolHealth, ReplicaState, Tail
+from app.types import EngineLoad, Head, PoolHealth, ReplicaState, Tail
 from tests.support.asgi import Client
 from tests.support.fakes import FakeMetrics, FakePool, FakeRenderer, facts
 from tests.support.fleet import load
@@ -89,6 +89,12 @@ class Bench:
     def post(self, body: Any, headers: dict[str, str] | None = None, path: str = PATH) -> Client:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         return Client(self.app, path, raw, headers)
+
+    def learn(self, engine: EngineLoad) -> None:
+        """Have every replica tell that state."""
+        for pool in self.pools:
+            state = ReplicaState(f"{pool}-1", time.monotonic(), read_clock(), {}, engine)
+            self.dispatcher.learn(pool, state)
 
     async def call(self, method: str, path: str, headers: dict[str, str] | None = None) -> httpx.Response:
         """A request whose answer is read in one piece."""
@@ -451,9 +457,7 @@ class TestKeys:
 
 
 async def test_a_request_that_would_be_late_is_refused_before_it_reaches_a_pool(bench: Bench) -> None:
-    for pool in bench.pools:
-        engine = load(60.0)
-        bench.dispatcher.learn(pool, ReplicaState(f"{pool}-1", time.monotonic(), read_clock(), {}, engine))
+    bench.learn(load(60.0))
     client = bench.post({**HELLO, "service_tier": "priority"})
     await client.finish()
     assert client.status == 503
@@ -533,8 +537,7 @@ class TestById:
         await client.until_sent(2)
         client.leave()
         await client.finish()
-        while not bench.outcomes:
-            await asyncio.sleep(0.01)
+        await asyncio.wait_for(bench.metrics.has_ended.wait(), 5)
         assert stream.cancelled
         assert (await bench.call("GET", "/v1/requests/r-1/events")).status_code == 410
 
@@ -552,3 +555,47 @@ class TestById:
         client = bench.post({**HELLO, "service_tier": "gold"}, {"x-sluice-resume": "allow"})
         await client.finish()
         assert client.status == 400
+
+
+class TestLadder:
+    """What a request gets instead of a refusal, where that is allowed."""
+
+    @pytest.fixture(autouse=True)
+    def _full(self, bench: Bench) -> None:
+        bench.learn(load(0.6, prefill_tokens=600))
+
+    async def test_without_leave_it_is_refused(self, bench: Bench) -> None:
+        client = bench.post({**HELLO, "prompt_tokens": 90, "service_tier": "priority"})
+        await client.finish()
+        assert client.status == 503
+        assert "x-sluice-degraded" not in client.headers
+
+    async def test_each_step_is_told(self, bench: Bench) -> None:
+        bench.pools["batch"].stream.put(Head(200, b"{}", final=True, facts=facts()))
+        body = {**HELLO, "prompt_tokens": 90, "service_tier": "priority"}
+        client = bench.post(body, {"x-sluice-degrade": "allow"})
+        await client.finish()
+        assert client.status == 200
+        assert client.headers["x-sluice-degraded"] == "max_tokens=256, class=batch"
+        assert client.headers["x-sluice-class"] == "batch"
+        request = bench.pools["batch"].requests[0]
+        assert (request.service_class, request.ttft_s) == ("batch", None)
+        assert request.body["max_completion_tokens"] == 256
+        assert bench.outcomes == [("batch", "batch", "finished")]
+        assert bench.metrics.in_flight == 0
+
+    async def test_a_class_may_allow_it_itself(self, bench: Bench) -> None:
+        classes = config().model_dump()["classes"]
+        classes["interactive"]["degrade"]["allowed"] = True
+        bench.app.configure(parse_config({**config().model_dump(), "classes": classes}))
+        bench.pools["batch"].stream.put(Head(200, b"{}", final=True, facts=facts()))
+        client = bench.post({**HELLO, "prompt_tokens": 90, "service_tier": "priority"})
+        await client.finish()
+        assert client.headers["x-sluice-class"] == "batch"
+
+    async def test_what_the_key_may_not_have_is_no_step(self, bench: Bench) -> None:
+        bench.keys.configure([KeyConfig(name="a", sha256=hash_key("sk-1"), classes=("interactive",))])
+        headers = {"x-sluice-degrade": "allow", "authorization": "Bearer sk-1"}
+        client = bench.post({**HELLO, "prompt_tokens": 90, "service_tier": "priority"}, headers)
+        await client.finish()
+        assert client.status == 503
