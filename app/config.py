@@ -364,6 +364,13 @@ class ServiceClassConfig(ConfigModel):
     targets: TargetsConfig = Field(default_factory=TargetsConfig, description="Latency targets. Default: none.")
     dials: DialsConfig = Field(default_factory=DialsConfig, description="First token against throughput.")
     limits: ClassLimitsConfig = Field(default_factory=ClassLimitsConfig, description="Caps.")
+    collect_ms: float = Field(
+        0.0,
+        ge=0,
+        le=10_000,
+        description="How long, in milliseconds, text of a stream is collected into one segment, after the first token. "
+        "Larger segments cost less, for classes that nobody watches. Default: 0, what one engine step gives.",
+    )
     long_prompts: LongPromptsConfig = Field(
         default_factory=LongPromptsConfig, description="What becomes of prompts that are too long. Default: rejected."
     )

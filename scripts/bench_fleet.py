@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ def _victim(server: arms.Server) -> psutil.Process:
 
 async def _drive(server: arms.Server, endpoint: Endpoint, scenario: Scenario, seed: int) -> list[Outcome]:
     # Engines learn how long their steps take.
-    warm = Scenario("warm-up", [Source(CHAT, 6.0), Source(BATCH, 6.0)], seconds=4)
+    kinds = [replace(kind, key=next(iter(scenario.keys), "")) for kind in (CHAT, BATCH)]
+    warm = Scenario("warm-up", [Source(kind, 6.0) for kind in kinds], seconds=4)
     await Generator(endpoint, warm, seed + 1).run()
     generator = Generator(endpoint, scenario, seed)
 
@@ -132,9 +133,9 @@ def run_arm(arm: str, scenario: Scenario, options: argparse.Namespace, folder: P
     """One arm under one scenario, started afresh."""
     port = arms.free_port()
     environment = {"PYTHONPATH": str(arms.ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    started = arms.started(
-        arm, command(arm, _PROFILE, options.time_scale, port, folder, None), environment, port, folder
-    )
+    if scenario.keys:
+        environment["SLUICE_API_KEYS"] = ",".join(f"{key}={key}" for key in sorted(scenario.keys))
+    started = arms.started(arm, command(arm, _PROFILE, options.time_scale, port, folder), environment, port, folder)
     with started as server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         endpoint = Endpoint(port, arms.MODEL_NAME, options.time_scale, arm != "ray-llm")
         outcomes = runner.run(_drive(server, endpoint, scenario, options.seed))

@@ -314,6 +314,7 @@ class Generation:
                 clock=exchange.clock,
                 trace_context=exchange.carrier,
                 sequences=demand.sequences,
+                collect_s=config.classes[demand.service_class].collect_ms / 1000,
                 replica_id=ticket.placement.replica_id,
             )
         )

@@ -17,15 +17,17 @@ _PREFIX = "sluice-load."
 _TIMES = ("decode_s", "step_s", "token_s", "pair_s")
 _COUNTS = tuple(entry.name for entry in fields(EngineLoad) if entry.name not in (*_TIMES, "ahead"))
 _AHEAD = tuple(f"{_PREFIX}ahead{index}" for index in range(len(DUE_EDGES_S)))
-# A pair of tokens takes some femtoseconds.
-_PER_SECOND = 10**18
+# vLLM's serializer takes no integer above 2**64. A pair of tokens takes some femtoseconds, queues may take days.
+_PER_SECOND = {"pair_s": 10**18}
+_NANOSECONDS = 10**9
+_MOST = 2**63 - 1
 
 
 def encode_load(load: EngineLoad) -> dict[str, int]:
     """As vLLM's mapping carries it."""
-    encoded = {_PREFIX + name: int(getattr(load, name)) for name in _COUNTS}
-    encoded.update({_PREFIX + name: round(getattr(load, name) * _PER_SECOND) for name in _TIMES})
-    encoded.update({name: round(value * _PER_SECOND) for name, value in zip(_AHEAD, load.ahead, strict=True)})
+    encoded = {_PREFIX + name: min(_MOST, int(getattr(load, name))) for name in _COUNTS}
+    encoded.update({_PREFIX + name: _integer(getattr(load, name), _unit(name)) for name in _TIMES})
+    encoded.update({name: _integer(value, _NANOSECONDS) for name, value in zip(_AHEAD, load.ahead, strict=True)})
     return encoded
 
 
@@ -34,8 +36,16 @@ def decode_load(carried: Mapping[str, int]) -> EngineLoad | None:
     if _AHEAD[0] not in carried:
         return None
     values: dict[str, Any] = {name: carried[_PREFIX + name] for name in _COUNTS}
-    values.update({name: carried[_PREFIX + name] / _PER_SECOND for name in _TIMES})
-    return EngineLoad(**values, ahead=tuple(carried[name] / _PER_SECOND for name in _AHEAD))
+    values.update({name: carried[_PREFIX + name] / _unit(name) for name in _TIMES})
+    return EngineLoad(**values, ahead=tuple(carried[name] / _NANOSECONDS for name in _AHEAD))
+
+
+def _unit(name: str) -> int:
+    return _PER_SECOND.get(name, _NANOSECONDS)
+
+
+def _integer(seconds: float, per_second: int) -> int:
+    return min(_MOST, round(seconds * per_second))
 
 
 def due_by_edges(work: Iterable[tuple[float, float]]) -> tuple[float, ...]:

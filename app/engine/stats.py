@@ -58,9 +58,9 @@ class SchedulerMetrics:
 
 
 class LoadWatch(StatLoggerBase):
-    """Keeps the load that the engine core told last. `told`: calls it whenever there is one."""
+    """Passes on what the engine core tells of its load. `told`: called for every report, with None if it has none."""
 
-    def __init__(self, told: Callable[[EngineLoad], None]) -> None:
+    def __init__(self, told: Callable[[EngineLoad | None], None]) -> None:
         self._told = told
 
     def record(
@@ -68,9 +68,7 @@ class LoadWatch(StatLoggerBase):
     ) -> None:
         """What an engine reports after a step."""
         if scheduler_stats is not None:
-            load = decode_load(scheduler_stats.num_kv_fetch_reqs_by_stage)
-            if load is not None:
-                self._told(load)
+            self._told(decode_load(scheduler_stats.num_kv_fetch_reqs_by_stage))
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

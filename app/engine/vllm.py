@@ -49,6 +49,10 @@ _NO_REASON = str(GenerationError())
 _CLIENT_MISTAKES = (ValueError, TypeError, OverflowError, NotImplementedError)
 
 
+# An engine that has requests and takes no step for so long has stopped, even where its process has not.
+_STALLED_S = 300.0
+
+
 class EngineCall:
     """What the engine does for one request: its sequences, and what went wrong."""
 
@@ -124,6 +128,7 @@ class VLLMEngine:
         """
         self._load: EngineLoad | None = None
         self._load_taken = 0.0
+        self._last_step = time.monotonic()
         loggers: list[Any] = [lambda vllm_config, engine_index: LoadWatch(self._learn_load)]
         if ray_metrics:
             loggers.append(SampledRayStatLogger)
@@ -194,8 +199,10 @@ class VLLMEngine:
         )
         return at_rest, time.monotonic()
 
-    def _learn_load(self, load: EngineLoad) -> None:
-        self._load, self._load_taken = load, time.monotonic()
+    def _learn_load(self, load: EngineLoad | None) -> None:
+        self._last_step = time.monotonic()
+        if load is not None:
+            self._load, self._load_taken = load, self._last_step
 
     def new_call(self) -> EngineCall:
         """A call to follow one request by."""
@@ -203,9 +210,16 @@ class VLLMEngine:
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine died."""
-        if self._llm.errored:
+        if self._llm.errored or self._has_stalled():
             raise EngineDeadError()
         await self._llm.check_health()
+
+    def _has_stalled(self) -> bool:
+        """Whether there are requests, and no step has ended for longer than any takes."""
+        now = time.monotonic()
+        if not self.unfinished_requests:
+            self._last_step = now
+        return now - self._last_step > _STALLED_S
 
     def shutdown(self) -> None:
         """Stop the engine's processes."""

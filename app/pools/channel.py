@@ -37,9 +37,13 @@ class ChannelBroken(Exception):
 class Outlet:
     """One answer's place in an Outbox."""
 
-    __slots__ = ("_gone", "_outbox", "_queued", "_ready", "_resumed", "_texts", "_write", "number")
+    __slots__ = (
+        "_collect_s", "_gone", "_outbox", "_queued", "_ready", "_resumed", "_texts", "_timer", "_write", "number",
+    )  # fmt: skip
 
-    def __init__(self, outbox: Outbox, number: int) -> None:
+    def __init__(self, outbox: Outbox, number: int, collect_s: float = 0.0) -> None:
+        self._collect_s = collect_s
+        self._timer: asyncio.TimerHandle | None = None
         self._outbox = outbox
         self.number = number
         self._texts: list[str] = []
@@ -68,7 +72,10 @@ class Outlet:
         """More text of the answer; what accumulates until it leaves becomes one event, which `write` writes."""
         self._texts.append(text)
         self._write = write
-        self._enqueue()
+        if not self._collect_s:
+            self._enqueue()
+        elif self._timer is None and not self._queued:
+            self._timer = asyncio.get_running_loop().call_later(self._collect_s, self._enqueue)
 
     def put(self, item: ReplicaItem) -> None:
         """An item that is ready, after all that came before it.
@@ -107,9 +114,15 @@ class Outlet:
             self._resumed = None
 
     def _enqueue(self) -> None:
+        self._stop_collecting()
         if not self._queued:
             self._queued = True
             self._outbox._enqueue(self)
+
+    def _stop_collecting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _flush(self) -> None:
         if self._texts and self._write is not None:
@@ -149,9 +162,9 @@ class Outbox:
         self._wake = asyncio.Event()
         self.broken = False
 
-    def open(self, number: int) -> Outlet:
-        """A place for one more answer; must be closed."""
-        outlet = Outlet(self, number)
+    def open(self, number: int, collect_s: float = 0.0) -> Outlet:
+        """A place for one more answer; must be closed. `collect_s`: how long text is collected before it leaves."""
+        outlet = Outlet(self, number, collect_s)
         self._outlets[number] = outlet
         self._wake.set()
         return outlet
@@ -227,6 +240,7 @@ class Outbox:
 
     def _close(self, outlet: Outlet) -> None:
         self._outlets.pop(outlet.number, None)
+        outlet._stop_collecting()
         outlet._pause(False)
         if outlet._queued:
             self._queue.remove(outlet)

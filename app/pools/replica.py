@@ -62,7 +62,7 @@ class VLLMReplica:
         call = self._engine.new_call()
         self._enter(request, 1)
         outbox = self._outboxes.get(request.ingress)
-        call.sink = outlet = None if outbox is None else outbox.open(request.number)
+        call.sink = outlet = None if outbox is None else outbox.open(request.number, request.collect_s)
         outcome: Outcome = "cancelled"
         error_type: str | None = None
         items = self._engine.answer(request, call)

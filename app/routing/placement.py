@@ -180,6 +180,8 @@ class Fleet:
                     options.append(self._option(replica, rank, demand, now))
         if not options:
             return NoRoom(is_down)
+        # What says nothing any more is the last resort.
+        options = [option for option in options if not option.replica.is_silent(now)] or options
         best = self._by_target(options, demand) if demand.ttft_s is not None else min(options, key=_score)
         pool = best.replica.pool
         return Placement(pool, best.replica.replica_id, best.prediction, best.cached, best.rank > 0)

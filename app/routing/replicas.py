@@ -132,6 +132,10 @@ class Replica:
             self.overhead.learn(now - sent.predicted)
             sent.predicted = None
 
+    def is_silent(self, now: float) -> bool:
+        """Whether it has told its state, but not for long: its engine may have stopped."""
+        return self.state is not None and now - self.taken > STALE_S
+
     def unseen(self) -> Iterator[_Sent]:
         """What this ingress sent and the state does not show yet."""
         newest = self.taken - _ON_THE_WAY_S

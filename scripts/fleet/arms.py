@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from app.engine.simulated import simulated_engine_args
 from app.model_cache import builtin_model_path
 from scripts.fleet.scenarios import GPUS, TARGETS
@@ -23,15 +25,13 @@ _MAX_MODEL_LEN = 65536
 _TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
 
 
-def command(arm: str, profile: str, scale: float, port: int, folder: Path, keys: Path | None) -> list[str]:
+def command(arm: str, profile: str, scale: float, port: int, folder: Path) -> list[str]:
     """What starts an arm."""
     path = folder / f"{arm}-{port}.yaml"
-    import yaml
-
     if arm == "ray-llm":
         path.write_text(yaml.safe_dump(_ray_llm(profile, scale, port)))
         return [str(Path(sys.executable).with_name("serve")), "run", str(path)]
-    path.write_text(yaml.safe_dump(_sluice(arm, profile, scale, port, keys)))
+    path.write_text(yaml.safe_dump(_sluice(arm, profile, scale, port)))
     return launch(path, "haproxy")
 
 
@@ -44,7 +44,7 @@ def _engine(max_num_seqs: int, max_num_batched_tokens: int, **more: Any) -> dict
     }
 
 
-def _sluice(arm: str, profile: str, scale: float, port: int, keys: Path | None) -> dict[str, Any]:
+def _sluice(arm: str, profile: str, scale: float, port: int) -> dict[str, Any]:
     executor = {"kind": "simulated", "profile": profile, "time_scale": scale}
     base = {"executor": executor, "num_cpus": 0.2}
     lengths: list[dict[str, Any]] = [{"name": "short", "max_prompt_tokens": 8192}, {"name": "long"}]

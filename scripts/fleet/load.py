@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from scripts.fleet.scenarios import TARGETS, Kind, Offer, Scenario, draw, open_offers
+from scripts.fleet.scenarios import NOBODY, TARGETS, Kind, Offer, Scenario, draw, open_offers
 
 
 @dataclass
@@ -139,8 +139,8 @@ class Generator:
             "stream_options": {"include_usage": True},
         }
         headers = {"x-priority": kind.service_class} if self._endpoint.has_classes else {}
-        if kind.key:
-            headers["authorization"] = f"Bearer {kind.key}"
+        if self._scenario.keys:
+            headers["authorization"] = f"Bearer {kind.key or NOBODY}"
         url = f"http://127.0.0.1:{self._endpoint.port}/v1/completions"
         try:
             async with session.post(url, json=body, headers=headers) as answer:

@@ -14,6 +14,10 @@ _DECODES = 32
 _CHUNK_TOKENS = 2048
 
 
+# The API key of those who have none of their own, where others do.
+NOBODY = "nobody"
+
+
 @dataclass(frozen=True)
 class Kind:
     """Requests of one class. Lengths in tokens, evenly spread; `key`: whose they are, "" for nobody's."""
@@ -58,6 +62,12 @@ class Scenario:
     measured_from: float = 5.0
     arms: Sequence[str] = ("sluice",)
     kills_at: float | None = None
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """API keys that are used; none for none."""
+        used = frozenset(source.kind.key for source in self.sources if source.kind.key)
+        return used | {NOBODY} if used else used
 
 
 @dataclass(frozen=True)

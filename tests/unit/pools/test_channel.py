@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from app.pools.channel import ChannelBroken, Mailbox, Outbox
-from app.types import Accepted, Frame, Head, Tail
+from app.types import Accepted, Frame, Head, ReplicaState, Tail
 from tests.support.fakes import facts, no_state
 
 ACCEPTED, HEAD, TAIL = Accepted("r"), Head(200, b"h", final=False, facts=facts()), Tail(facts())
@@ -61,6 +61,37 @@ class TestFrames:
         await asyncio.sleep(0)
         outlet.add("a", write)
         assert await frame == [(1, b"<a>")]
+
+    async def test_an_answer_nobody_watches_is_collected_into_larger_segments(self, outbox: Outbox) -> None:
+        outlet, frames = outbox.open(1, collect_s=0.02), outbox.frames()
+        outlet.put(HEAD)
+        # The first token is not collected.
+        assert await anext(frames) == [(1, HEAD)]
+        outlet.add("a", write)
+        frame = asyncio.ensure_future(anext(frames))
+        await asyncio.sleep(0)
+        outlet.add("b", write)
+        assert await asyncio.wait_for(frame, 5) == [(1, b"<ab>")]
+        # Nor does the end wait.
+        outlet.add("c", write)
+        outlet.put(TAIL)
+        assert await anext(frames) == [(1, b"<c>"), (1, TAIL)]
+        outlet.add("d", write)
+        outlet.close()
+
+    async def test_the_state_comes_with_answers_and_without(self) -> None:
+        outbox = Outbox(7, 60, no_state)
+        outlet, frames = outbox.open(1), outbox.frames()
+        outlet.put(ACCEPTED)
+        state = no_state()
+        first = await anext(frames)
+        assert [number for number, _ in first] == [0, 1]
+        # A request that goes by another channel hurries the next one.
+        outbox.hurry()
+        (number, told), *rest = await asyncio.wait_for(anext(frames), 0.5)
+        assert (number, rest) == (0, [])
+        assert isinstance(told, ReplicaState)
+        assert told.replica_id == state.replica_id
 
     async def test_a_large_backlog_leaves_in_several_frames(self, outbox: Outbox) -> None:
         for number in range(4):

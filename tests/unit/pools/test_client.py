@@ -19,10 +19,12 @@ from app.errors import (
     ReplicaLost,
     RequestError,
 )
+from app.pools import client as client_module
+from app.pools import members
 from app.pools.client import MAILBOX_BYTES, PoolClient, ReplicaStream
 from app.telemetry.timeline import read_clock
-from app.types import Accepted, EngineRequest, Head, OpenChannel, PauseAnswer, Tail, Timeline
-from tests.support.fakes import facts
+from app.types import Accepted, EngineRequest, Head, OpenChannel, PauseAnswer, ReplicaState, Tail, Timeline
+from tests.support.fakes import facts, no_state
 
 
 class Response:
@@ -310,3 +312,80 @@ async def wait_until(condition: Any) -> None:
     async with asyncio.timeout(5):
         while not condition():  # noqa: ASYNC110  # a condition of any kind
             await asyncio.sleep(0)
+
+
+class Watcher:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.members: list[frozenset[str]] = []
+        self.states: list[ReplicaState] = []
+        self.lost: list[str] = []
+        self.told = asyncio.Event()
+
+    def set_replicas(self, pool: str, replica_ids: frozenset[str]) -> None:
+        self.members.append(replica_ids)
+
+    def learn(self, pool: str, state: ReplicaState) -> None:
+        self.states.append(state)
+        self.told.set()
+
+    def lose(self, pool: str, replica_id: str) -> None:
+        self.lost.append(replica_id)
+        self.told.set()
+
+
+class TestWatching:
+    """Channels to all replicas, for their states."""
+
+    @pytest.fixture(autouse=True)
+    def _forget(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(members, "_members", {})
+        monkeypatch.setattr(members, "_told", {})
+        monkeypatch.setattr(client_module, "_REOPEN_S", 0.01)
+
+    async def test_a_channel_is_kept_to_each_replica_and_brings_its_states(self) -> None:
+        handle, watcher = Handle(), Watcher()
+        state = ReplicaState("r-1", 1.0, read_clock(), {}, None)
+        handle.channels = [Response("r-1", [(0, state)])]
+        members.tell("p", frozenset({"r-1"}))
+        client = PoolClient("p", handle, 1.0)
+        client.watch(watcher)
+        await asyncio.wait_for(watcher.told.wait(), 5)
+        assert watcher.members == [frozenset({"r-1"})]
+        assert watcher.states == [state]
+        assert [one.replica_id for one in handle.opened] == ["r-1"]
+        await stop(client)
+
+    async def test_one_that_breaks_is_opened_again_while_the_replica_is_there(self) -> None:
+        handle, watcher = Handle(), Watcher()
+        handle.channels = [Response("r-1", ActorDiedError()), Response("r-1", [(0, no_state())]), Response()]
+        client = PoolClient("p", handle, 1.0)
+        client.watch(watcher)
+        members.tell("p", frozenset({"r-1"}))
+        await asyncio.wait_for(watcher.told.wait(), 5)
+        assert watcher.lost == ["r-1"]
+        watcher.told.clear()
+        await asyncio.wait_for(watcher.told.wait(), 5)
+        assert len(watcher.states) == 1
+        await stop(client)
+
+    async def test_one_that_its_replica_ends_in_peace_loses_nobody(self) -> None:
+        handle, watcher = Handle(), Watcher()
+        ended = Response("r-1")
+        ended.end()
+        handle.channels = [ended, Response("r-1", [(0, no_state())])]
+        client = PoolClient("p", handle, 1.0)
+        client.watch(watcher)
+        members.tell("p", frozenset({"r-1"}))
+        await asyncio.wait_for(watcher.told.wait(), 5)
+        assert watcher.lost == []
+        await stop(client)
+
+
+async def stop(client: PoolClient) -> None:
+    members.tell(client.name, frozenset())
+    tasks = [*client._tasks, *client._channels.values()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,5 +1,6 @@
 """Which replica a request goes to."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -69,6 +70,13 @@ class TestHomeAndOthers:
         assert fleet.choose(demand(pools=("interactive",)), 0.0) == NoRoom(is_down=True)
         tell(fleet, "interactive", "interactive-0", load(), 1.0)
         assert placed(fleet, demand(received=1.0), 1.0).pool == "interactive"
+
+    def test_a_replica_that_has_fallen_silent_is_the_last_resort(self) -> None:
+        fleet = a_fleet(fleet_config())
+        tell(fleet, "interactive", "interactive-0", load(0.1), 10.0)
+        for one in (demand("batch", received=10.0), demand(received=10.0)):
+            assert placed(fleet, one, 10.0).pool == "interactive"
+            assert placed(fleet, dataclasses.replace(one, pools=("batch",)), 10.0).pool == "batch"
 
     def test_while_nothing_is_known_everybody_goes_home(self) -> None:
         fleet = Fleet(fleet_config())

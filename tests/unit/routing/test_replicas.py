@@ -23,6 +23,15 @@ def test_a_load_survives_its_way_from_the_engine_core() -> None:
     assert decode_load({"sluice.steps": 1}) is None
 
 
+def test_however_much_there_is_to_do_it_can_be_told() -> None:
+    endless = load(1e12, output_tokens=2**70, pair_s=1e6, token_s=1e6, step_s=1e12)
+    assert all(abs(value) < 2**63 for value in encode_load(endless).values())
+    told = decode_load(encode_load(load(3600.0, token_s=1.5e-5)))
+    assert told is not None
+    assert told.ahead[-1] == pytest.approx(3600)
+    assert told.token_s == pytest.approx(1.5e-5)
+
+
 def test_work_ahead_is_what_is_due_before() -> None:
     engine = EngineLoad(ahead=due_by_edges([(-1.0, 1.0), (0.15, 2.0), (100.0, 4.0)]))
     assert ahead_of(engine, -5) == 1.0
