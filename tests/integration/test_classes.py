@@ -226,6 +226,7 @@ class TestById:
             assert answer.status_code == 200
             rest, more = texts(answer.iter_lines())
         assert ids + more == list(range(1, len(ids) + len(more) + 1))
+        with deployed.http() as http:
             whole = http.post("/v1/completions", json={**LONG, "stream": False}).json()
         assert "".join(first + rest) == whole["choices"][0]["text"]
 
