@@ -77,7 +77,7 @@ def shorten(route: Route, body: JsonObject, budget: int, way: Way, count: Count)
     for passage, tokens in zip(passages, count([one.content for one in passages]), strict=True):
         passage.tokens = tokens
     before = sum(one.tokens for one in passages)
-    question = _keep_what_matters(texts, passages, budget)
+    questions = _keep_what_matters(texts, passages, budget)
     spare = budget - _cost(passages)
     if spare < 0:
         return None
@@ -85,7 +85,7 @@ def shorten(route: Route, body: JsonObject, budget: int, way: Way, count: Count)
     if way == "truncate":
         _keep_ends(rest, spare)
     else:
-        _keep_relevant(rest, question, spare)
+        _keep_relevant(rest, questions, spare)
     for index, one in enumerate(texts):
         one.put(_joined([passage for passage in passages if passage.text == index]))
     return Shortened(body, before, _cost(passages))
@@ -206,13 +206,13 @@ def _setter(place: dict[str, Any], name: str) -> Callable[[str], None]:
     return put
 
 
-def _keep_what_matters(texts: Sequence[_Text], passages: Sequence[_Passage], budget: int) -> str:
-    """Mark instructions, the latest turns and the question as kept; the question's text."""
+def _keep_what_matters(texts: Sequence[_Text], passages: Sequence[_Passage], budget: int) -> list[str]:
+    """Mark instructions, the latest turns and the question as kept; what may be the question."""
     of_text: dict[int, list[_Passage]] = {}
     for passage in passages:
         of_text.setdefault(passage.text, []).append(passage)
     last_user = max((index for index, one in enumerate(texts) if one.role == "user"), default=len(texts) - 1)
-    question = ""
+    questions: list[str] = []
     for index, one in enumerate(texts):
         mine = of_text.get(index, [])
         if not mine:
@@ -223,14 +223,15 @@ def _keep_what_matters(texts: Sequence[_Text], passages: Sequence[_Passage], bud
             whole = sum(passage.tokens for passage in mine) <= _TURN_SHARE * budget
             # A document with a question before or after it.
             kept = mine if whole else list({id(passage): passage for passage in (mine[0], mine[-1])}.values())
-            question = one.text if whole else "\n".join(passage.content for passage in kept)
+            asked = [one.text] if whole else [passage.content for passage in kept]
+            questions = [text for text in asked if "?" in text] or asked
         elif index >= last_user - 2 and sum(passage.tokens for passage in mine) <= _TURN_SHARE * budget / 2:
             kept = mine
         else:
             continue
         for passage in kept:
             passage.is_kept = True
-    return question
+    return questions
 
 
 def _keep_ends(rest: Sequence[_Passage], spare: int) -> None:
@@ -247,9 +248,9 @@ def _keep_ends(rest: Sequence[_Passage], spare: int) -> None:
         takes_first = not takes_first
 
 
-def _keep_relevant(rest: Sequence[_Passage], question: str, spare: int) -> None:
-    """Those that the question's words single out, best first; then what is nearest to the ends."""
-    for index in _by_relevance([one.content for one in rest], question):
+def _keep_relevant(rest: Sequence[_Passage], questions: Sequence[str], spare: int) -> None:
+    """Those that the questions' words single out, best first; then what is nearest to the ends."""
+    for index in _by_relevance([one.content for one in rest], questions):
         passage = rest[index]
         # Each may open a gap of its own.
         if passage.tokens + _MARKER_TOKENS <= spare:
@@ -257,23 +258,31 @@ def _keep_relevant(rest: Sequence[_Passage], question: str, spare: int) -> None:
             spare -= passage.tokens + _MARKER_TOKENS
 
 
-def _by_relevance(contents: list[str], question: str) -> Iterable[int]:
+def _by_relevance(contents: list[str], questions: Sequence[str]) -> Iterable[int]:
+    """Places of the contents, the most relevant first.
+
+    Each question gives an order; they are merged by reciprocal ranks (Cormack, Clarke, Buettcher 2009).
+    """
     if not contents:
         return []
-    # Imports numba where it is installed, which takes a while.
     import bm25s
 
     words = bm25s.tokenize(contents, stopwords="en", return_ids=False, show_progress=False)
-    asked = bm25s.tokenize([question], stopwords="en", return_ids=False, show_progress=False)[0]
-    scores: list[float] = [0.0] * len(contents)
-    if asked and any(words):
+    middle = (len(contents) - 1) / 2
+    merged = [0.0] * len(contents)
+    if any(words):
         index = bm25s.BM25()
         index.index(words, show_progress=False)
-        known = [word for word in asked if word in index.vocab_dict]
-        if known:
-            scores = [float(score) for score in index.get_scores(known)]
-    middle = (len(contents) - 1) / 2
-    return sorted(range(len(contents)), key=lambda at: (-scores[at], -abs(at - middle)))
+        for asked in bm25s.tokenize(list(questions), stopwords="en", return_ids=False, show_progress=False):
+            known = [word for word in asked if word in index.vocab_dict]
+            if not known:
+                continue
+            scores = index.get_scores(known)
+            order = sorted(range(len(contents)), key=lambda at: -scores[at])
+            for rank, at in enumerate(order):
+                if scores[at] > 0:
+                    merged[at] += 1 / (1 + rank)
+    return sorted(range(len(contents)), key=lambda at: (-merged[at], -abs(at - middle)))
 
 
 def _cost(passages: Sequence[_Passage]) -> int:
