@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import time
 from collections.abc import Mapping
@@ -68,7 +69,7 @@ _DROPPED_FIELDS = ("priority", "request_id")
 _MOST_ATTEMPTS = 4
 
 # Requests that go on without the connection that they came by.
-_background: set[asyncio.Future[None]] = set()
+_background: set[asyncio.Task[None]] = set()
 
 
 class RendererPort(Protocol):
@@ -151,7 +152,9 @@ class Generation:
         exchange = self._open(scope, recording.send)
         exchange.recording = recording
         body = BodyOnly(receive)
-        work = asyncio.ensure_future(self._run(exchange, body.receive))
+        # Ray Serve cancels what was called in the context of a request whose client has left.
+        detached = contextvars.Context()
+        work = asyncio.get_running_loop().create_task(self._run(exchange, body.receive), context=detached)
         work.add_done_callback(lambda _: recording.end())
         _background.add(work)
         work.add_done_callback(_background.discard)

@@ -157,9 +157,12 @@ class TestKeys:
             # Each of the two ingress replicas lets two through.
             answers = [http.post("/v1/completions", json=body) for _ in range(5)]
         assert answers[0].status_code == 200
-        assert answers[-1].status_code == 429
-        assert 1 <= int(answers[-1].headers["retry-after"]) <= 30
-        assert answers[-1].json()["error"]["details"] == {"reason": "requests_per_minute"}
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert refused
+        for answer in refused:
+            assert answer.status_code == 429
+            assert 1 <= int(answer.headers["retry-after"]) <= 30
+            assert answer.json()["error"]["details"] == {"reason": "requests_per_minute"}
 
     def test_keys_come_and_go_while_it_runs(self, deployed: Deployed) -> None:
         before = deployed.keys.read_text()
