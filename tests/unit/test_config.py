@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from app.config import CpuExecutor, SluiceConfig, parse_config
+from app.config import CpuExecutor, Dials, SluiceConfig, parse_config, reconfigured
 from app.errors import ConfigError
 from tests.support.configs import minimal_args, put
 
@@ -135,6 +135,98 @@ def test_targets_are_finite_and_above_zero(targets: dict[str, Any], message: str
     text = refusal(args)
     assert "classes.standard.targets" in text
     assert message in text
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"dials": {"preset": "fast"}}, "dials.preset: "),
+        ({"dials": {"running_share": 1.5}}, "dials.running_share: "),
+        ({"dials": {"step_tpot_share": 0}}, "dials.step_tpot_share: must be above 0, or `none`"),
+        ({"dials": {"max_output_tokens": -1}}, "dials.max_output_tokens: must be above 0, or `none`"),
+        ({"limits": {"max_helt": 1}}, "limits.max_helt: unknown key"),
+        ({"long_prompts": {"mode": "shred"}}, "long_prompts.mode: "),
+        ({"degrade": {"prompt_share": 1}}, "degrade.prompt_share: "),
+        ({"collect_ms": -1}, "collect_ms: "),
+        ({"admit_share": 0}, "admit_share: "),
+    ],
+)
+def test_mistakes_in_a_class_are_named(entry: dict[str, Any], message: str) -> None:
+    classes = {"standard": {"service_tier": "default", **entry}}
+    args = {
+        **minimal_args(),
+        "classes": classes,
+        "routing": {"lengths": [{"name": "any"}], "rules": [{"pool": "batch"}]},
+    }
+    assert f"classes.standard.{message}" in refusal(args)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("classes.standard.spill_to", ["fast"], "classes.standard.spill_to: no pool `fast` is defined"),
+        ("classes.standard.degrade", {"demote_to": "gold"}, "classes.standard.degrade.demote_to: no class `gold`"),
+        ("pools.batch.reserve", {"gold": 0.1}, "pools.batch.reserve: no class `gold` is defined"),
+        ("pools.batch.reserve", {"standard": 0.6, "batch": 0.6}, "pools.batch.reserve: the shares add up to more than"),
+    ],
+)
+def test_what_classes_and_pools_say_of_each_other_must_exist(path: str, value: Any, message: str) -> None:
+    args = minimal_args()
+    args["classes"] = {"standard": {"service_tier": "default"}, "batch": {"service_tier": "flex"}}
+    put(args, path, value)
+    assert message in refusal(args)
+
+
+def test_presets_set_all_dials_and_given_ones_replace_them() -> None:
+    args = minimal_args()
+    args["classes"] = {
+        "chat": {
+            "service_tier": "priority",
+            "targets": {"ttft_ms": 500},
+            "dials": {"preset": "latency", "hold_ms": 50},
+        },
+        "standard": {"service_tier": "default", "targets": {"ttft_ms": 500}},
+        "batch": {"service_tier": "flex", "dials": {"max_output_tokens": 9, "step_tpot_share": 2}},
+    }
+    dials = {name: entry.effective_dials for name, entry in parse_config(args).classes.items()}
+    assert dials == {
+        "chat": Dials(0.05, 0.5, 0.5, 2048),
+        "standard": Dials(1.0, 1.0, 1.0, None),
+        "batch": Dials(60.0, 1.0, 2, 9),
+    }
+
+
+def test_the_first_classes_may_be_predicted_to_take_more_of_their_targets() -> None:
+    config = parse_config(minimal_args())
+    assert [config.admit_share(name) for name in config.classes] == pytest.approx([1.0, 0.85, 0.7])
+    args = minimal_args()
+    args["classes"] = {"batch": {"service_tier": "flex"}, "standard": {"service_tier": "default", "admit_share": 0.5}}
+    assert parse_config(args).admit_share("standard") == 0.5
+
+
+class TestChanges:
+    """A deployment's `user_config`."""
+
+    def test_sections_take_the_place_of_their_own(self) -> None:
+        before = parse_config(minimal_args())
+        classes = {**before.model_dump()["classes"], "batch": {"service_tier": "flex", "collect_ms": 5}}
+        after = reconfigured(before, {"classes": classes})
+        assert after.classes["batch"].collect_ms == 5
+        assert after.classes["interactive"] == before.classes["interactive"]
+        assert after.pools == before.pools
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"pools": {}}, "user_config.pools: only `classes` and `routing` can change"),
+            ({"classes": {}}, "user_config: classes: "),
+            ({"routing": {"rules": []}}, "user_config: routing.lengths: "),
+        ],
+    )
+    def test_mistakes_are_named(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            reconfigured(parse_config(minimal_args()), changes)
+        assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize("name", ["Fast", "9lives", "with-dash", "a" * 33])
