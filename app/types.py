@@ -96,8 +96,9 @@ class EngineRequest:
     `body` is the client's JSON without the fields that steer the server. `prompt_token_ids` holds one list of token
     ids per prompt, or is None where the replica has to render (multi-modal input, echo). `ttft_s`, `tpot_s`: its
     targets, in seconds, None for none. `timeline` is on the clock that `clock` identifies. `sequences`: prompts times
-    choices. `collect_s`: how long text of a stream is collected before it is sent. `replica_id`: the replica that it
-    was placed on, "" for any. `ingress` and `number` name the answer on a channel between the two.
+    choices. `collect_s`: how long text of a stream is collected before it is sent. `notes`: what was changed about the
+    request, told in its usage. `replica_id`: the replica that it was placed on, "" for any. `ingress` and `number` name
+    the answer on a channel between the two.
     """
 
     request_id: str
@@ -114,6 +115,7 @@ class EngineRequest:
     trace_context: dict[str, str] = field(default_factory=dict)
     sequences: int = 1
     collect_s: float = 0.0
+    notes: tuple[str, ...] = ()
     replica_id: str = ""
     ingress: str = ""
     number: int = 0

@@ -174,6 +174,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the load (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--outcomes", type=Path, metavar="DIR", help="write every request's outcome to this folder")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the arms' first tokens against throughput")
     options = parser.parse_args(argv)
     results: dict[str, Any] = {"time_scale": options.time_scale, "cores": len(os.sched_getaffinity(0)), "scenarios": {}}
     with tempfile.TemporaryDirectory() as name:
@@ -188,7 +189,26 @@ def main(argv: list[str]) -> int:
                 sys.stdout.flush()
                 if options.json:
                     options.json.write_text(json.dumps(results, indent=2) + "\n")
+    if options.plot:
+        plot(results["scenarios"], options.plot)
     return 0
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Interactive first tokens against all tokens, a point per arm, a panel per scenario."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(results), 4), layout="constrained")
+    for panel, (name, rows) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
+        for arm, row in rows.items():
+            groups = [group for key, group in row["classes"].items() if key.startswith("interactive")]
+            at = max(group["ttft_p99"] for group in groups) if groups else 0.0
+            panel.plot(at * 1000, row["tokens_per_s"]["prompts_too"], "o")
+            panel.annotate(TITLES[arm], (at * 1000, row["tokens_per_s"]["prompts_too"]), fontsize=7)
+        panel.set_title(f"{name} (simulated)")
+        panel.set_xlabel("interactive TTFT p99, ms")
+        panel.set_ylabel("tokens/s, prompts and answers")
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

@@ -282,16 +282,14 @@ class Generation:
             if not is_allowed:
                 raise
             refusal: RequestError = error
-        steps: list[str] = []
-        async for lesser, step in self._preparation.lesser(config, prepared):
-            steps.append(step)
+        async for lesser in self._preparation.lesser(config, prepared):
             try:
                 ticket = await self._dispatcher.admit(lesser.demand)
             except (Saturated, HoldExpired) as error:
                 refusal = error
                 continue
-            exchange.responder.add_headers({"x-sluice-degraded": ", ".join(steps)})
-            exchange.attributes["sluice.degraded"] = ", ".join(steps)
+            exchange.responder.add_headers({"x-sluice-degraded": ", ".join(lesser.steps)})
+            exchange.attributes["sluice.degraded"] = ", ".join(lesser.steps)
             exchange.timeline.prompt_tokens = lesser.rendered.prompt_tokens
             if lesser.demand.service_class != name:
                 self._metrics.left(name)
@@ -318,6 +316,7 @@ class Generation:
                 trace_context=exchange.carrier,
                 sequences=demand.sequences,
                 collect_s=config.classes[demand.service_class].collect_ms / 1000,
+                notes=(*prepared.notes, *prepared.steps),
                 replica_id=ticket.placement.replica_id,
             )
         )

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that can be admitted. `notes`: what its class's limits changed; `received`: by this clock."""
+    """A request that can be admitted. `notes`: what its class's limits changed; `steps`: what it gave up not to be
+    refused; `received`: by this clock."""
 
     route: Route
     body: JsonObject
@@ -32,6 +33,7 @@ class Prepared:
     caller: Caller
     received: float
     notes: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
 
 
 class Preparation:
@@ -69,8 +71,8 @@ class Preparation:
         told = (*([str(shortened)] if shortened is not None else []), *notes)
         return Prepared(route, body, rendered, demand, caller, received, told)
 
-    async def lesser(self, config: SluiceConfig, prepared: Prepared) -> AsyncIterator[tuple[Prepared, str]]:
-        """The request with less and less of what it asked for, and what each step took."""
+    async def lesser(self, config: SluiceConfig, prepared: Prepared) -> AsyncIterator[Prepared]:
+        """The request with less and less of what it asked for; its `steps` tell what each step took."""
         ladder = config.classes[prepared.demand.service_class].degrade
         cap, asked = ladder.max_output_tokens, prepared.rendered.max_output_tokens
         if asked is None or asked > cap:
@@ -79,20 +81,23 @@ class Preparation:
                 body=with_output_cap(prepared.route, prepared.body, cap),
                 rendered=dataclasses.replace(prepared.rendered, max_output_tokens=cap),
                 demand=dataclasses.replace(prepared.demand, output_tokens=cap * prepared.demand.sequences),
+                steps=(f"max_tokens={cap}",),
             )
-            yield prepared, f"max_tokens={cap}"
+            yield prepared
         limit = max(ladder.min_prompt_tokens, int(ladder.prompt_share * prepared.rendered.longest_prompt))
         if limit < prepared.rendered.longest_prompt:
             name = prepared.demand.service_class
             shorter = await self._again(config, name, prepared, limit)
             if shorter is not None and shorter.rendered.longest_prompt < prepared.rendered.longest_prompt:
-                prepared = shorter
-                yield prepared, ", ".join(prepared.notes)
+                steps = (*prepared.steps, *shorter.notes)
+                prepared = dataclasses.replace(shorter, notes=prepared.notes, steps=steps)
+                yield prepared
         lower = ladder.demote_to or list(config.classes)[-1]
         if lower != prepared.demand.service_class:
             demoted = await self._again(config, lower, prepared, None)
             if demoted is not None:
-                yield demoted, f"class={lower}"
+                notes = (*prepared.notes, *(note for note in demoted.notes if note not in prepared.notes))
+                yield dataclasses.replace(demoted, notes=notes, steps=(*prepared.steps, f"class={lower}"))
 
     async def _again(
         self, config: SluiceConfig, service_class: str, prepared: Prepared, limit: int | None

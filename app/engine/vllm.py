@@ -249,7 +249,7 @@ class VLLMEngine:
                     yield item
             else:
                 result.service_tier = request.service_tier
-                yield Head(200, result.model_dump_json().encode(), final=True, facts=call.facts())
+                yield Head(200, _whole(result, request), final=True, facts=call.facts())
         except Exception as error:
             yield self._error_head(request, call, create_error_response(error))
         finally:
@@ -331,6 +331,8 @@ class VLLMEngine:
         timeline = with_facts(request.timeline, call.facts(), request.clock)
         chunk["service_tier"] = request.service_tier
         chunk["metrics"] = usage_metrics(timeline)
+        if request.notes:
+            chunk["usage"]["notes"] = list(request.notes)
         return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
     def _error_head(self, request: EngineRequest, call: EngineCall, response: Any) -> Head:
@@ -375,6 +377,15 @@ def _engine_body(request: EngineRequest, scheduler: str) -> JsonObject:
             body.pop("truncate_prompt_tokens", None)
             body.pop("suffix", None)
     return body
+
+
+def _whole(result: Any, request: EngineRequest) -> bytes:
+    """An answer in one piece, as JSON."""
+    if not request.notes:
+        return bytes(result.model_dump_json().encode())
+    answer = result.model_dump(mode="json")
+    answer["usage"]["notes"] = list(request.notes)
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _is_constrained(body: JsonObject) -> bool:

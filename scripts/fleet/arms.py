@@ -20,6 +20,14 @@ TITLES = {
     "ray-llm": "ray.serve.llm, three replicas",
     "all-batch": "all GPUs given to batch",
 }
+# What the dials of the interactive class are set to, by arm.
+DIALS: dict[str, dict[str, Any]] = {
+    "latency": {"preset": "latency"},
+    "step-0.25": {"preset": "balanced", "step_tpot_share": 0.25},
+    "balanced": {"preset": "balanced"},
+    "throughput": {"preset": "throughput"},
+}
+TITLES.update({arm: f"interactive dials: {arm}" for arm in DIALS})
 _MODEL = "smollm2-135m-instruct"
 _MAX_MODEL_LEN = 65536
 _TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
@@ -70,7 +78,7 @@ def _sluice(arm: str, profile: str, scale: float, port: int) -> dict[str, Any]:
     args = {
         "model": {"name": MODEL_NAME, "source": f"builtin:{_MODEL}"},
         # Without targets vLLM's own scheduler serves first come, first served.
-        "classes": {name: _class(name, None if arm == "fcfs" else TARGETS[name], scale) for name in TARGETS},
+        "classes": {name: _class(name, None if arm == "fcfs" else TARGETS[name], scale, arm) for name in TARGETS},
         "routing": routing,
         "pools": pools,
         "ingress": {"num_cpus": 0.2},
@@ -79,14 +87,16 @@ def _sluice(arm: str, profile: str, scale: float, port: int) -> dict[str, Any]:
     return {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [app]}
 
 
-def _class(name: str, targets: tuple[float, float, float] | None, scale: float) -> dict[str, Any]:
+def _class(name: str, targets: tuple[float, float, float] | None, scale: float, arm: str) -> dict[str, Any]:
+    tier = {"service_tier": _TIERS[name]}
     if targets is None:
-        return {"service_tier": _TIERS[name], "dials": {"hold_ms": 60_000 * scale}}
+        return {**tier, "dials": {"hold_ms": 60_000 * scale}}
     base, per_1k, tpot = (value * 1000 * scale for value in targets)
+    dials = DIALS.get(arm, {}) if name == "interactive" else {}
     return {
-        "service_tier": _TIERS[name],
+        **tier,
         "targets": {"ttft_ms": base, "ttft_ms_per_1k_tokens": per_1k, "tpot_ms": tpot},
-        "dials": {"hold_ms": 1000 * scale},
+        "dials": {"hold_ms": 1000 * scale, **dials},
     }
 
 

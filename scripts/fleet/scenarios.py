@@ -121,6 +121,12 @@ def scenarios(profile: CostProfile) -> dict[str, Scenario]:
             seconds=70,
             arms=("sluice", "silos"),
         ),
+        "dials": Scenario(
+            "what a class's dials trade",
+            [chat(0.4), batch(0.55)],
+            seconds=20,
+            arms=("latency", "step-0.25", "balanced", "throughput"),
+        ),
         "night": Scenario(
             "night: batch only",
             [Source(BATCH, concurrency=384)],

@@ -581,6 +581,7 @@ class TestLadder:
         request = bench.pools["batch"].requests[0]
         assert (request.service_class, request.ttft_s) == ("batch", None)
         assert request.body["max_completion_tokens"] == 256
+        assert request.notes == ("max_tokens=256", "class=batch")
         assert bench.outcomes == [("batch", "batch", "finished")]
         assert bench.metrics.in_flight == 0
 
