@@ -260,9 +260,11 @@ def test_classes_change_while_it_runs_and_no_stream_is_dropped(deployed: Deploye
             answers = [
                 client.completions.with_raw_response.create(model=MODEL, prompt="Hi", max_tokens=9) for _ in range(4)
             ]
-            return all(
-                one.headers.get("x-sluice-notes") == "max_tokens=3" and one.parse().usage.completion_tokens == 3  # type: ignore[union-attr]
-                for one in answers
+            notes = {one.headers.get("x-sluice-notes") for one in answers}
+            usages = [one.parse().usage for one in answers]
+            return notes == {"max_tokens=3"} and all(
+                usage is not None and usage.completion_tokens == 3 and usage.model_dump()["notes"] == ["max_tokens=3"]
+                for usage in usages
             )
 
         wait_for("the cap holds", is_capped, 60)
