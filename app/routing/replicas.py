@@ -26,6 +26,8 @@ _ON_THE_WAY_S = 0.04
 # Requests without a TTFT target are placed among those with one as if this were theirs; engines do the same.
 PATIENCE_S = 5.0
 _RESIDUALS = 64
+# The first ones are slow for reasons of their own.
+_LEAST_RESIDUALS = 8
 _LEAST_SHARE = 0.1
 # Until outputs of a class have been seen, and where requests don't say how much they want.
 _EXPECTED_OUTPUT_TOKENS = 256
@@ -94,7 +96,8 @@ class Overhead:
     def learn(self, missed: float) -> None:
         """A first token came so much later than an engine's work explains."""
         self._seen.append(missed)
-        self.seconds = max(0.0, statistics.median(self._seen))
+        if len(self._seen) >= _LEAST_RESIDUALS:
+            self.seconds = max(0.0, statistics.median(self._seen))
 
 
 @dataclass(slots=True)
