@@ -127,7 +127,9 @@ class Fleet:
         for gone in set(known) - set(replica_ids):
             del known[gone]
             self._prefixes.forget(gone)
-        slots = self._config.pools[pool].engine.max_num_seqs
+        # More than Serve lets a replica have would wait for it where nobody sees them.
+        most = int(self._config.pools[pool].max_ongoing_requests / (1 + _ENGINE_QUEUE_SHARE))
+        slots = max(1, min(self._config.pools[pool].engine.max_num_seqs, most))
         for replica_id in replica_ids:
             if replica_id not in known:
                 known[replica_id] = Replica(replica_id, pool, slots, self._overheads[pool], self._loose)
