@@ -165,6 +165,11 @@ class TestRoom:
         assert isinstance(self.fleet(config, interactive=7).choose(one, 0.0), Placement)
         assert self.fleet(config, interactive=8).choose(one, 0.0) == NoRoom(is_down=False)
 
+    @pytest.mark.parametrize(("batch", "fits"), [(7, True), (8, False)])
+    def test_no_replica_gets_more_than_serve_lets_it_have(self, batch: int, fits: bool) -> None:
+        fleet = self.fleet(fleet_config(pools__interactive__max_ongoing_requests=8), batch=batch)
+        assert isinstance(fleet.choose(demand("batch", pools=("interactive",)), 0.0), Placement) is fits
+
     def test_an_empty_replica_takes_anything(self) -> None:
         huge = demand("batch", sequences=40, prompt_tokens=200_000, pools=("interactive",))
         assert isinstance(self.fleet(fleet_config()).choose(huge, 0.0), Placement)
