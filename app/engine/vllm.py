@@ -182,11 +182,12 @@ class VLLMEngine:
     def load(self) -> tuple[EngineLoad | None, float]:
         """What the engine has to do, None where its scheduler does not tell, and when that was, by `time.monotonic()`.
 
-        Without requests it is as of now.
+        Without requests it is as of now; where nothing is told, as of the last step.
         """
-        if self._load is None or self.unfinished_requests:
-            return self._load, self._load_taken
-        idle = EngineLoad()
+        if self.unfinished_requests:
+            return self._load, self._last_step if self._load is None else self._load_taken
+        if self._load is None:
+            return None, time.monotonic()
         at_rest = dataclasses.replace(
             self._load,
             running=0,
@@ -195,7 +196,7 @@ class VLLMEngine:
             output_tokens=0,
             kv_free_tokens=self._load.kv_tokens,
             decode_s=0.0,
-            ahead=idle.ahead,
+            ahead=EngineLoad().ahead,
         )
         return at_rest, time.monotonic()
 

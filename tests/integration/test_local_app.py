@@ -336,7 +336,8 @@ def test_thirty_clients_that_hang_up_leave_nothing_running(local_app: LocalApp) 
     wait_for("idle engines", lambda: local_app.unfinished() == 0)
     name = "ray_sluice_requests_total"
     left = "ray_sluice_client_disconnects_total"
-    before = {outcome: settled_total(name, outcome=outcome) for outcome in ("finished", "failed", "cancelled")}
+    outcomes = ("finished", "failed", "cancelled", "rejected")
+    before = {outcome: settled_total(name, outcome=outcome) for outcome in outcomes}
     left_before = settled_total(left)
     chance = random.Random(7)
     threads = []
@@ -356,9 +357,16 @@ def test_thirty_clients_that_hang_up_leave_nothing_running(local_app: LocalApp) 
     for thread in threads:
         thread.join()
     wait_for("idle engines", lambda: local_app.unfinished() == 0, timeout_s=10)
-    # All thirty are counted at the entry; those that had come as far as the ingress also by their class and pool.
-    wait_for("30 counted disconnects", lambda: total(scrape(), left) >= left_before + 30, every_s=1)
-    assert settled_total(left) == left_before + 30
+
+    def counted() -> float:
+        samples = scrape()
+        refused = total(samples, name, outcome="rejected") - before["rejected"]
+        return total(samples, left) - left_before + refused
+
+    # All are counted at the entry, but for those that were refused, as they would have been late, before they left;
+    # those that had come as far as the ingress also by their class and pool.
+    wait_for("30 counted disconnects and refusals", lambda: counted() >= 30, every_s=1)
+    assert settled_total(left) <= left_before + 30
     after = {outcome: settled_total(name, outcome=outcome) for outcome in before}
     assert before["cancelled"] < after["cancelled"] <= before["cancelled"] + 30
     assert (after["finished"], after["failed"]) == (before["finished"], before["failed"])
