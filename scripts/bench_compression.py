@@ -89,7 +89,7 @@ def _tokenizer() -> Any:
 def main(argv: Sequence[str]) -> int:
     """Print the share of facts that are kept."""
     parser = argparse.ArgumentParser(prog="bench compression", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cases", type=int, default=200, help="documents (default: %(default)s)")
+    parser.add_argument("--cases", type=int, default=100, help="documents (default: %(default)s)")
     parser.add_argument("--sentences", type=int, default=1500, help="per document (default: %(default)s)")
     parser.add_argument("--ratio", type=float, default=8.0, help="how much shorter (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
