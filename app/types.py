@@ -14,6 +14,9 @@ Route = Literal["chat", "completions"]
 # while it waited; cancelled: the client went away; failed: a fault on the server's side.
 Outcome = Literal["finished", "rejected", "evicted", "cancelled", "failed"]
 
+# Without a TTFT target a request is ordered among those with one as if this were its, in seconds.
+PATIENCE_S = 5.0
+
 # What class and pool are called before they are known: a request can end before it is classified.
 UNKNOWN = "none"
 

@@ -13,32 +13,29 @@ from app.config import SluiceConfig
 from app.errors import InternalError, from_engine
 from app.routing.classify import pools_for
 from app.telemetry.timeline import read_clock
-from app.types import EngineRequest, JsonObject, Timeline
+from app.types import EngineRequest, Head, JsonObject, Rendered, Timeline
 
 if TYPE_CHECKING:
     from app.api.generation import RendererPort
     from app.pools.client import PoolClient
-    from app.pools.dispatcher import Dispatcher
+    from app.pools.dispatcher import Dispatcher, Ticket
 
 
 class Completion:
     """Asks for one answer at a time."""
 
-    def __init__(
-        self, config: SluiceConfig, renderer: RendererPort, pools: Mapping[str, PoolClient], dispatcher: Dispatcher
-    ) -> None:
-        self._config = config
+    def __init__(self, renderer: RendererPort, pools: Mapping[str, PoolClient], dispatcher: Dispatcher) -> None:
         self._renderer = renderer
         self._pools = pools
         self._dispatcher = dispatcher
 
-    async def __call__(self, text: str, max_tokens: int) -> str:
-        """The answer to a user's message.
+    async def __call__(self, config: SluiceConfig, text: str, max_tokens: int) -> str:
+        """The answer to a user's message, by the configuration of the request that needs it.
 
         Raises:
             RequestError: there is none.
         """
-        config, name = self._config, list(self._config.classes)[-1]
+        name = list(config.classes)[-1]
         received = time.monotonic()
         body: JsonObject = {
             "messages": [{"role": "user", "content": text}],
@@ -49,29 +46,9 @@ class Completion:
         pools = pools_for(config, name, rendered.longest_prompt, rendered.max_output_tokens)
         demand = demand_of(config, name, pools, rendered, received, "")
         ticket = await self._dispatcher.admit(demand)
-        client = self._pools[ticket.placement.pool]
-        stream = client.dispatch(
-            EngineRequest(
-                request_id=uuid.uuid4().hex,
-                route="chat",
-                body=body,
-                prompt_token_ids=rendered.prompt_token_ids,
-                service_class=name,
-                service_tier=config.classes[name].service_tier,
-                pool=ticket.placement.pool,
-                ttft_s=demand.ttft_s,
-                tpot_s=demand.tpot_s,
-                timeline=Timeline(received=received, rendered=received),
-                clock=read_clock(),
-                sequences=demand.sequences,
-                replica_id=ticket.placement.replica_id,
-            )
-        )
         try:
-            await stream.accepted(client.accept_timeout_s)
-            head = await stream.head()
+            head = await self._ask(config, ticket, body, rendered)
         finally:
-            stream.cancel()
             ticket.close()
         if head.error is not None:
             kind, message, param = head.error
@@ -80,3 +57,28 @@ class Completion:
         if not isinstance(content, str):
             raise InternalError("A summary of the prompt could not be made.")
         return content
+
+    async def _ask(self, config: SluiceConfig, ticket: Ticket, body: JsonObject, rendered: Rendered) -> Head:
+        demand, client = ticket.demand, self._pools[ticket.placement.pool]
+        stream = client.dispatch(
+            EngineRequest(
+                request_id=uuid.uuid4().hex,
+                route="chat",
+                body=body,
+                prompt_token_ids=rendered.prompt_token_ids,
+                service_class=demand.service_class,
+                service_tier=config.classes[demand.service_class].service_tier,
+                pool=ticket.placement.pool,
+                ttft_s=demand.ttft_s,
+                tpot_s=demand.tpot_s,
+                timeline=Timeline(received=demand.received, rendered=demand.received),
+                clock=read_clock(),
+                sequences=demand.sequences,
+                replica_id=ticket.placement.replica_id,
+            )
+        )
+        try:
+            await stream.accepted(client.accept_timeout_s)
+            return await stream.head()
+        finally:
+            stream.cancel()

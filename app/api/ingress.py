@@ -85,7 +85,7 @@ def build_app(
     readers = ReaderWatch(config.ingress.slow_reader_timeout_s)
     requests = Requests()
     everywhere = Everywhere(requests, ask)
-    shortener = Shortener(renderer, Completion(config, renderer, pools, dispatcher))
+    shortener = Shortener(renderer, Completion(renderer, pools, dispatcher))
     preparation = Preparation(renderer, keys, shortener)
 
     def generation(route: Route) -> Generation:

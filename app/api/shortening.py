@@ -25,7 +25,7 @@ _MOST_SUMMARIES = 512
 
 Mode = Literal["truncate", "retrieve", "summarize"]
 # Asks a model for an answer of at most so many tokens.
-Complete = Callable[[str, int], Awaitable[str]]
+Complete = Callable[[SluiceConfig, str, int], Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Shortener:
         if before <= budget:
             return body, None
         if mode == "summarize":
-            body, after = await self._summarize(route, body, budget)
+            body, after = await self._summarize(config, route, body, budget)
         else:
             short = await asyncio.to_thread(shorten, route, body, budget, mode, self._renderer.count)
             if short is None:
@@ -96,14 +96,17 @@ class Shortener:
             body, after = short.body, short.after
         return body, Note(mode, before, after)
 
-    async def _summarize(self, route: Route, body: JsonObject, budget: int) -> tuple[JsonObject, int]:
-        """Summaries in place of the long parts, and if they are still too long, summaries of them."""
+    async def _summarize(
+        self, config: SluiceConfig, route: Route, body: JsonObject, budget: int
+    ) -> tuple[JsonObject, int]:
+        """Summaries in place of the long parts; those that were made before are not made again."""
 
         async def summary(text: str, tokens: int) -> str:
             key = blake2b(f"{tokens}:{text}".encode()).digest()
             known = self._summaries.get(key)
             if known is None:
                 known = await self._complete(
+                    config,
                     "Summarize the following text. Keep names, numbers and facts. Write nothing but the summary.\n\n"
                     + text,
                     tokens,

@@ -54,9 +54,9 @@ from app.engine.step_plan import (
     step_limits,
 )
 from app.engine.step_time import StepTimeModel, StepWork
-from app.engine.targets import FIRST_DEADLINE_MS, PATIENCE_S, Targets, deadline, from_extra_args, to_priority
+from app.engine.targets import FIRST_DEADLINE_MS, Targets, deadline, from_extra_args, to_priority
 from app.errors import ConfigError
-from app.types import EngineLoad
+from app.types import PATIENCE_S, EngineLoad
 
 CONFIG_KEY = "sluice_scheduler"
 _STATS_PERIOD_S = 0.25

@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from app.types import PATIENCE_S
+
 # 2001-09-09: later than any priority that somebody would number classes with, earlier than any deadline.
 FIRST_DEADLINE_MS = 10**12
-
-# Without a TTFT target a request is ordered among those with one as if this were its.
-PATIENCE_S = 5.0
 
 TTFT_KEY = "ttft_target_ms"
 TPOT_KEY = "tpot_target_ms"

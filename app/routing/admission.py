@@ -278,15 +278,14 @@ class Admission:
         """Weights of the keys that want something now, the given one among them."""
         return sum(share.weight for name, share in entry.keys.items() if name == key or share.waiting or share.held)
 
-    def _excess(self, demand: Demand) -> float:
-        """By how much a key has more prefill work on its way than its share of the class's: 0 for not at all."""
+    def _has_more_than_its_share(self, demand: Demand) -> bool:
+        """Whether a key has more prefill work on its way than its share of the class's."""
         entry = self._classes[demand.service_class]
         share = entry.keys.get(demand.key)
         total = sum(other.waiting for other in entry.keys.values())
         if share is None or not total:
-            return 0.0
-        fair = share.weight / self._active_weight(entry, demand.key)
-        return max(0.0, share.waiting / total / fair - 1)
+            return False
+        return share.waiting / total > share.weight / self._active_weight(entry, demand.key)
 
     def _later(self, demand: Demand) -> float:
         """How much later engines should place a request of a key that has more than its share on its way."""
@@ -305,7 +304,7 @@ class Admission:
         entry = self._classes[demand.service_class]
         if len(entry.keys) < 2 or choice.prediction.wait_s <= _QUANTUM_SHARE * demand.ttft_s:
             return False
-        return self._excess(demand) > 0
+        return self._has_more_than_its_share(demand)
 
     def _in_turn(self) -> list[_Held]:
         """Held requests in the order in which they are looked at: between keys by their clocks, else by deadline."""

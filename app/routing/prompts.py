@@ -37,7 +37,7 @@ MESSAGE_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """A shorter request. `before`, `after`: tokens of its texts; `kept`: of the passages that were not kept anyway."""
+    """A shorter request. `before`, `after`: tokens of its texts."""
 
     body: JsonObject
     before: int

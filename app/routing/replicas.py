@@ -17,14 +17,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from app.types import DUE_EDGES_S, EngineLoad, ReplicaState
+from app.types import DUE_EDGES_S, PATIENCE_S, EngineLoad, ReplicaState
 
 # A state older than this tells nothing any more.
 STALE_S = 5.0
 # From dispatch until a request shows in its replica's state.
 _ON_THE_WAY_S = 0.04
-# Requests without a TTFT target are placed among those with one as if this were theirs; engines do the same.
-PATIENCE_S = 5.0
 _RESIDUALS = 64
 # The first ones are slow for reasons of their own.
 _LEAST_RESIDUALS = 8

@@ -31,7 +31,7 @@ class Model:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    async def complete(self, text: str, max_tokens: int) -> str:
+    async def complete(self, config: SluiceConfig, text: str, max_tokens: int) -> str:
         self.asked.append(text)
         return "all about colours"
 
