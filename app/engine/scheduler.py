@@ -339,7 +339,8 @@ class DeadlineScheduler(Scheduler):
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         track = self._tracks[request.request_id]
-        track.lost = max(track.lost, request.num_computed_tokens)
+        # Beyond the request's own tokens lie drafts, and tokens that are not known yet: nothing that is computed twice.
+        track.lost = max(track.lost, min(request.num_computed_tokens, request.num_tokens))
         track.cached_at_step = -_CACHED_PREFIX_STEPS
         self._lost[request.request_id] = track
         self._tight.pop(request.request_id, None)

@@ -184,7 +184,7 @@ class Fleet:
             return NoRoom(is_down)
         # What says nothing any more is the last resort.
         options = [option for option in options if not option.replica.is_silent(now)] or options
-        best = self._by_target(options, demand) if demand.ttft_s is not None else min(options, key=_score)
+        best = self._by_target(options, demand, now) if demand.ttft_s is not None else min(options, key=_score)
         pool = best.replica.pool
         return Placement(pool, best.replica.replica_id, best.prediction, best.cached, best.rank > 0)
 
@@ -202,15 +202,15 @@ class Fleet:
             score = prediction.ttft_s + _FILL_WEIGHT * demand.ttft_s * fill
         return _Option(replica, rank, cached, prediction, score)
 
-    def _by_target(self, options: list[_Option], demand: Demand) -> _Option:
+    def _by_target(self, options: list[_Option], demand: Demand, now: float) -> _Option:
         assert demand.ttft_s is not None
         home = min((option for option in options if option.rank == 0), key=_score, default=None)
         others = min((option for option in options if option.rank > 0), key=_score, default=None)
         if home is None or others is None:
             return home or others or options[0]
         if home.prediction is None:
-            # Nothing is known of home. While nothing is known of others either, requests go there.
-            return home if others.prediction is None else others
+            # What answers but has not run enough to tell how fast it is will only ever tell if it gets something.
+            return home if others.prediction is None or home.replica.is_known(now) else others
         direction = (demand.service_class, demand.pools[0])
         is_spilling = direction in self._spilling
         share = home.prediction.ttft_s / demand.ttft_s

@@ -187,7 +187,7 @@ def test_class_and_length_choose_the_pool(
     local_app: LocalApp, tier: Any, words: int, service_class: str, pool: str
 ) -> None:
     raw = local_app.client.completions.with_raw_response.create(
-        model=local_app.model, prompt="word " * words, max_tokens=1, extra_body={"service_tier": tier}
+        model=local_app.model, prompt=f"{tier} " * words, max_tokens=1, extra_body={"service_tier": tier}
     )
     assert raw.headers["x-sluice-class"] == service_class
     assert raw.headers["x-sluice-pool"] == pool

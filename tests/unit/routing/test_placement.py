@@ -78,6 +78,11 @@ class TestHomeAndOthers:
             assert placed(fleet, one, 10.0).pool == "interactive"
             assert placed(fleet, dataclasses.replace(one, pools=("batch",)), 10.0).pool == "batch"
 
+    def test_a_home_that_has_not_run_yet_is_not_left_for_one_that_has(self) -> None:
+        fleet = a_fleet(fleet_config())
+        tell(fleet, "interactive", "interactive-0", load(token_s=0.0, step_s=0.0))
+        assert placed(fleet, demand()).pool == "interactive"
+
     def test_while_nothing_is_known_everybody_goes_home(self) -> None:
         fleet = Fleet(fleet_config())
         assert fleet.choose(demand(), 0.0) == NoRoom(is_down=True)
