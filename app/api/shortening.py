@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _MARGIN_TOKENS = 64
 _MARGIN_SHARE = 0.02
 _MOST_SUMMARIES = 512
+# Of one prompt, so that it does not take the place of all others of the class.
+_SUMMARIES_AT_ONCE = 8
+_SUMMARIZE = "Summarize the following text. Keep names, numbers and facts. Write nothing but the summary."
 
 Mode = Literal["truncate", "retrieve", "summarize"]
 # Asks a model for an answer of at most so many tokens.
@@ -101,24 +104,29 @@ class Shortener:
     ) -> tuple[JsonObject, int]:
         """Summaries in place of the long parts; those that were made before are not made again."""
 
-        async def summary(text: str, tokens: int) -> str:
+        async def one(text: str, tokens: int, slots: asyncio.Semaphore) -> str:
             key = blake2b(f"{tokens}:{text}".encode()).digest()
-            known = self._summaries.get(key)
-            if known is None:
-                known = await self._complete(
-                    config,
-                    "Summarize the following text. Keep names, numbers and facts. Write nothing but the summary.\n\n"
-                    + text,
-                    tokens,
-                )
-                self._summaries[key] = known
-                while len(self._summaries) > _MOST_SUMMARIES:
-                    self._summaries.popitem(last=False)
-            else:
+            if key in self._summaries:
                 self._summaries.move_to_end(key)
-            return known
+                return self._summaries[key]
+            async with slots:
+                made = await self._complete(config, f"{_SUMMARIZE}\n\n{text}", tokens)
+            self._summaries[key] = made
+            while len(self._summaries) > _MOST_SUMMARIES:
+                self._summaries.popitem(last=False)
+            return made
 
-        return await with_summaries(route, body, budget, self._renderer.count, summary)
+        async def all_of(wanted: list[tuple[str, int]]) -> list[str]:
+            slots = asyncio.Semaphore(_SUMMARIES_AT_ONCE)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(text, tokens, slots)) for text, tokens in wanted]
+            except ExceptionGroup as failed:
+                # The others are cancelled; the first says why.
+                raise failed.exceptions[0] from None
+            return [task.result() for task in tasks]
+
+        return await with_summaries(route, body, budget, self._renderer.count, all_of)
 
 
 def check_length(config: SluiceConfig, service_class: str, rendered: Rendered) -> None:

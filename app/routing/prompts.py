@@ -8,6 +8,7 @@ BM25 (`retrieve`; Robertson, Zaragoza 2009, as bm25s has it), in the original or
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from app.types import JsonObject, Route
 
 # Tokens of each of some texts.
 Count = Callable[[list[str]], list[int]]
+# Summaries of some texts, each of at most so many tokens.
+Summaries = Callable[[list[tuple[str, int]]], Awaitable[list[str]]]
 Way = Literal["truncate", "retrieve"]
 
 _PASSAGE_CHARS = 480
@@ -31,6 +34,9 @@ _MARKER_TOKENS = 12
 _PIECE_TOKENS = 1500
 _SUMMARY_TOKENS = 12
 _LEAST_SUMMARY_TOKENS = 24
+# Parts of its length to which a piece is summarised. Few, so that a text that has grown a little gives the same pieces
+# the same summaries; and none smaller, for what is left of a piece then says nothing.
+_SUMMARY_SHARES = (1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 8)
 # What a chat template adds to a message.
 MESSAGE_TOKENS = 8
 
@@ -92,15 +98,15 @@ def shorten(route: Route, body: JsonObject, budget: int, way: Way, count: Count)
 
 
 async def with_summaries(
-    route: Route, body: JsonObject, budget: int, count: Count, summary: Callable[[str, int], Awaitable[str]]
+    route: Route, body: JsonObject, budget: int, count: Count, summaries: Summaries
 ) -> tuple[JsonObject, int]:
     """A request with summaries in place of what need not be kept, and the tokens of its texts.
 
-    `summary`: makes one of a text, of at most so many tokens. Pieces are summarised one by one, each to the same part
-    of its length; what must be kept stays as it is.
+    Pieces are summarised one by one, each to the same part of its length; where all summaries together are still too
+    long, neighbouring ones are joined and summarised again. What must be kept stays as it is.
 
     Raises:
-        InvalidRequest: what must be kept is too long.
+        InvalidRequest: what must be kept is too long, or summaries don't get short enough.
     """
     body = copy.deepcopy(body)
     texts = _texts(route, body)
@@ -109,28 +115,38 @@ async def with_summaries(
         passage.tokens = tokens
     _keep_what_matters(texts, passages, budget)
     kept = sum(passage.tokens for passage in passages if passage.is_kept)
-    long = sum(passage.tokens for passage in passages if not passage.is_kept)
-    pieces = _pieces(passages)
-    spare = budget - kept - _SUMMARY_TOKENS * len(pieces)
-    if spare < _LEAST_SUMMARY_TOKENS * len(pieces):
-        raise InvalidRequest(
-            f"What must be kept of the prompt has {kept} tokens, which leaves no room for summaries of the rest.",
-            param="messages",
-        )
-    share = min(0.5, spare / max(1, long))
-    after = kept
+    before = math.inf
+    while True:
+        pieces = _pieces(passages)
+        sizes = [sum(passage.tokens for passage in piece) for piece in pieces]
+        spare = budget - kept - _SUMMARY_TOKENS * len(pieces)
+        if before < math.inf and sum(sizes) <= spare:
+            break
+        if sum(sizes) >= before or spare < _LEAST_SUMMARY_TOKENS:
+            raise InvalidRequest(
+                f"What must be kept of the prompt has {kept} tokens, which leaves too little room for summaries of the "
+                "rest.",
+                param="messages",
+            )
+        before = sum(sizes)
+        share = next((share for share in _SUMMARY_SHARES if share * before <= spare), _SUMMARY_SHARES[-1])
+        wanted = [max(_LEAST_SUMMARY_TOKENS, int(share * size)) for size in sizes]
+        contents = ["\n".join(passage.content.strip() for passage in piece) for piece in pieces]
+        made = [text.strip() for text in await summaries(list(zip(contents, wanted, strict=True)))]
+        gone: set[int] = set()
+        for piece, text, tokens in zip(pieces, made, count(made), strict=True):
+            piece[0].content, piece[0].tokens = text, tokens
+            gone.update(id(passage) for passage in piece[1:])
+        passages = [passage for passage in passages if id(passage) not in gone]
     for piece in pieces:
-        tokens = max(_LEAST_SUMMARY_TOKENS, int(share * sum(passage.tokens for passage in piece)))
-        text = await summary("".join(passage.content for passage in piece), tokens)
-        piece[0].content = f"\n[summary: {text.strip()}]\n\n"
-        piece[0].is_kept = True
+        content = "\n".join(passage.content for passage in piece)
+        piece[0].content, piece[0].is_kept = f"\n[summary: {content}]\n\n", True
         piece[0].tokens = count([piece[0].content])[0]
-        after += piece[0].tokens
         for passage in piece[1:]:
             passage.content, passage.tokens, passage.is_kept = "", 0, True
     for index, one in enumerate(texts):
         one.put(_joined([passage for passage in passages if passage.text == index]))
-    return body, after
+    return body, sum(passage.tokens for passage in passages)
 
 
 def _pieces(passages: Sequence[_Passage]) -> list[list[_Passage]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from app.api.shortening import Shortener, check_length
 from app.config import SluiceConfig
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, Saturated
 from app.types import Rendered
 from tests.support.fakes import FakeRenderer
 from tests.support.fleet import fleet_config
@@ -77,6 +78,51 @@ async def test_summaries_are_made_once() -> None:
     for _ in range(2):
         await shortener.fit(config("summarize"), "interactive", "chat", BODY)
     assert len(model.asked) == len(set(model.asked)) > 0
+
+
+async def test_summaries_that_are_too_long_together_are_summarised_again() -> None:
+    asked: list[tuple[int, int]] = []
+
+    async def complete(config: SluiceConfig, text: str, max_tokens: int) -> str:
+        words = text.split("\n\n", 1)[1].split()
+        asked.append((len(words), max_tokens))
+        return " ".join(words[:max_tokens])
+
+    messages = [{"role": "user", "content": LONG * 20}, BODY["messages"][1]]
+    body, note = await Shortener(FakeRenderer(), complete).fit(
+        config("summarize"), "interactive", "chat", {"messages": messages}
+    )
+    assert note is not None
+    assert note.before > 40_000
+    assert note.after <= 600
+    assert len(body["messages"][0]["content"].split()) > 100
+    # 1,500 tokens at a time, and no piece to less than an eighth of its length at once.
+    assert all(size <= 1500 and most >= size // 8 for size, most in asked)
+    assert len(asked) > 40_000 / 1500 + 3
+
+
+async def test_a_summary_that_fails_fails_the_request_and_asks_for_few_others() -> None:
+    asked: list[str] = []
+
+    async def complete(config: SluiceConfig, text: str, max_tokens: int) -> str:
+        asked.append(text)
+        await asyncio.sleep(0)
+        raise Saturated("No room.", retry_after=1.0)
+
+    with pytest.raises(Saturated):
+        await Shortener(FakeRenderer(), complete).fit(
+            config("summarize"), "interactive", "chat", {"messages": [{"role": "user", "content": LONG * 20}]}
+        )
+    # Of 38, those on their way, and what took their places before the first failure was seen.
+    assert len(asked) <= 16
+
+
+async def test_a_model_whose_summaries_are_no_shorter_is_a_mistake() -> None:
+    async def complete(config: SluiceConfig, text: str, max_tokens: int) -> str:
+        return text
+
+    with pytest.raises(InvalidRequest, match="too little room"):
+        await Shortener(FakeRenderer(), complete).fit(config("summarize"), "interactive", "chat", BODY)
 
 
 @pytest.mark.parametrize("mode", ["truncate", "retrieve", "summarize"])
