@@ -8,12 +8,12 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from app.api.demand import demand_of
+from app.api.demand import demand_of, engine_request
 from app.config import SluiceConfig
 from app.errors import InternalError, from_engine
 from app.routing.classify import pools_for
 from app.telemetry.timeline import read_clock
-from app.types import EngineRequest, Head, JsonObject, Rendered, Timeline
+from app.types import Head, JsonObject, Rendered, Timeline
 
 if TYPE_CHECKING:
     from app.api.generation import RendererPort
@@ -59,22 +59,18 @@ class Completion:
         return content
 
     async def _ask(self, config: SluiceConfig, ticket: Ticket, body: JsonObject, rendered: Rendered) -> Head:
-        demand, client = ticket.demand, self._pools[ticket.placement.pool]
+        client = self._pools[ticket.placement.pool]
+        received = ticket.demand.received
         stream = client.dispatch(
-            EngineRequest(
+            engine_request(
+                config,
+                ticket,
+                "chat",
+                body,
+                rendered,
                 request_id=uuid.uuid4().hex,
-                route="chat",
-                body=body,
-                prompt_token_ids=rendered.prompt_token_ids,
-                service_class=demand.service_class,
-                service_tier=config.classes[demand.service_class].service_tier,
-                pool=ticket.placement.pool,
-                ttft_s=demand.ttft_s,
-                tpot_s=demand.tpot_s,
-                timeline=Timeline(received=demand.received, rendered=demand.received),
+                timeline=Timeline(received=received, rendered=received),
                 clock=read_clock(),
-                sequences=demand.sequences,
-                replica_id=ticket.placement.replica_id,
             )
         )
         try:

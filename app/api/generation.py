@@ -15,6 +15,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as ge
 from opentelemetry.trace import Span, SpanKind
 from starlette.datastructures import Headers
 
+from app.api.demand import engine_request
 from app.api.edge import received_at
 from app.api.http import (
     BodyOnly,
@@ -44,7 +45,7 @@ from app.routing.classify import classify
 from app.routing.keys import Caller, Grant, Keys
 from app.telemetry.timeline import read_clock, server_timing, with_facts
 from app.telemetry.tracing import Tracing, carrier_from_headers, end_span, mark_outcome
-from app.types import UNKNOWN, ClockReading, EngineRequest, Head, JsonObject, Outcome, Rendered, Route, Tail, Timeline
+from app.types import UNKNOWN, ClockReading, Head, JsonObject, Outcome, Rendered, Route, Tail, Timeline
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -298,31 +299,25 @@ class Generation:
         raise refusal
 
     async def _serve(self, config: SluiceConfig, exchange: _Exchange, ticket: Ticket, prepared: Prepared) -> None:
-        demand, pool = ticket.demand, ticket.placement.pool
+        client = self._pools[ticket.placement.pool]
         self._placed(exchange, ticket)
-        stream = self._pools[pool].dispatch(
-            EngineRequest(
+        stream = client.dispatch(
+            engine_request(
+                config,
+                ticket,
+                self._route,
+                prepared.body,
+                prepared.rendered,
                 request_id=exchange.request_id,
-                route=self._route,
-                body=prepared.body,
-                prompt_token_ids=prepared.rendered.prompt_token_ids,
-                service_class=demand.service_class,
-                service_tier=config.classes[demand.service_class].service_tier,
-                pool=pool,
-                ttft_s=None if demand.ttft_s is None else demand.ttft_s + ticket.later_s,
-                tpot_s=demand.tpot_s,
                 timeline=exchange.timeline,
                 clock=exchange.clock,
                 trace_context=exchange.carrier,
-                sequences=demand.sequences,
-                collect_s=config.classes[demand.service_class].collect_ms / 1000,
                 notes=(*prepared.notes, *prepared.steps),
-                replica_id=ticket.placement.replica_id,
             )
         )
         exchange.stream = stream
         try:
-            await stream.accepted(self._pools[pool].accept_timeout_s)
+            await stream.accepted(client.accept_timeout_s)
             exchange.attributes["sluice.replica"] = stream.replica_id or ""
             await self._relay(exchange, stream, ticket)
         except BaseException:
