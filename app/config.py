@@ -381,7 +381,8 @@ class ServiceClassConfig(ConfigModel):
         None,
         gt=0,
         description="A request is admitted if its predicted TTFT is at most this share of its target. Classes with "
-        "lower shares are refused first. Default: 1 for the first class, 0.15 less for each further one, at least 0.4.",
+        "lower shares are refused first; the rest of the target is for what predictions get wrong. Default: 0.8 for "
+        "the first class, 0.15 less for each further one, at least 0.4.",
     )
     spill_to: tuple[Name, ...] | None = Field(
         None, description="Pools that may help out when the home pool is busy. Default: all; [] for none."
@@ -609,7 +610,7 @@ class SluiceConfig(ConfigModel):
     def admit_share(self, service_class: str) -> float:
         """Up to which share of its TTFT target a request of this class may be predicted to take."""
         given = self.classes[service_class].admit_share
-        return max(0.4, 1 - 0.15 * list(self.classes).index(service_class)) if given is None else given
+        return max(0.4, 0.8 - 0.15 * list(self.classes).index(service_class)) if given is None else given
 
 
 def _names(names: Any) -> str:

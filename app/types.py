@@ -17,6 +17,9 @@ Outcome = Literal["finished", "rejected", "evicted", "cancelled", "failed"]
 # Without a TTFT target a request is ordered among those with one as if this were its, in seconds.
 PATIENCE_S = 5.0
 
+# How long a request that was preempted keeps its slot after it came back, in seconds.
+MIN_RESIDENCE_S = 1.0
+
 # What class and pool are called before they are known: a request can end before it is classified.
 UNKNOWN = "none"
 
@@ -151,8 +154,9 @@ class Tail:
     body: bytes = b""
 
 
-# Deadlines by which a replica's state tells its work apart, in seconds after the state was taken.
-DUE_EDGES_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, math.inf)
+# Deadlines by which a replica's state tells its work apart, in seconds after the state was taken: from 50 ms to 6 min,
+# each half as long again as the one before.
+DUE_EDGES_S = (0.0, *(0.05 * 1.5**power for power in range(23)), math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +170,8 @@ class EngineLoad:
     Learned, in seconds, 0.0 where nothing is known yet: `decode_s`: a step of the present decodes alone; `step_s`: the
     longest that a step should take; `token_s`: what a prompt token adds to a step; `pair_s`: what each pair of tokens
     in a prompt's attention adds. `ahead`: seconds of prefill that are due by each of `DUE_EDGES_S`, cumulative.
+    `arriving`: seconds of prefill that it computed per second of late, for requests that had at most so long when they
+    came, cumulative: what comes before a request that has longer, though it comes later.
     """
 
     running: int = 0
@@ -180,6 +186,7 @@ class EngineLoad:
     token_s: float = 0.0
     pair_s: float = 0.0
     ahead: tuple[float, ...] = (0.0,) * len(DUE_EDGES_S)
+    arriving: tuple[float, ...] = (0.0,) * len(DUE_EDGES_S)
 
 
 @dataclass(frozen=True, slots=True)

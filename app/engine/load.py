@@ -7,37 +7,46 @@ under names that begin with `sluice-load.`.
 from __future__ import annotations
 
 import bisect
+import itertools
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from app.types import DUE_EDGES_S, EngineLoad
 
 _PREFIX = "sluice-load."
 _TIMES = ("decode_s", "step_s", "token_s", "pair_s")
-_COUNTS = tuple(entry.name for entry in fields(EngineLoad) if entry.name not in (*_TIMES, "ahead"))
-_AHEAD = tuple(f"{_PREFIX}ahead{index}" for index in range(len(DUE_EDGES_S)))
+_CURVES = {
+    name: tuple(f"{_PREFIX}{name}{index}" for index in range(len(DUE_EDGES_S))) for name in ("ahead", "arriving")
+}
+_COUNTS = tuple(entry.name for entry in fields(EngineLoad) if entry.name not in (*_TIMES, *_CURVES))
 # vLLM's serializer takes no integer above 2**64. A pair of tokens takes some femtoseconds, queues may take days.
 _PER_SECOND = {"pair_s": 10**18}
 _NANOSECONDS = 10**9
 _MOST = 2**63 - 1
+# How long what came of late tells what will come.
+ARRIVALS_MEMORY_S = 10.0
 
 
 def encode_load(load: EngineLoad) -> dict[str, int]:
     """As vLLM's mapping carries it."""
     encoded = {_PREFIX + name: min(_MOST, int(getattr(load, name))) for name in _COUNTS}
     encoded.update({_PREFIX + name: _integer(getattr(load, name), _unit(name)) for name in _TIMES})
-    encoded.update({name: _integer(value, _NANOSECONDS) for name, value in zip(_AHEAD, load.ahead, strict=True)})
+    for curve, names in _CURVES.items():
+        values = zip(names, getattr(load, curve), strict=True)
+        encoded.update({name: _integer(value, _NANOSECONDS) for name, value in values})
     return encoded
 
 
 def decode_load(carried: Mapping[str, int]) -> EngineLoad | None:
     """What a mapping of vLLM's carries; None if no load."""
-    if _AHEAD[0] not in carried:
+    if _PREFIX + _COUNTS[0] not in carried:
         return None
     values: dict[str, Any] = {name: carried[_PREFIX + name] for name in _COUNTS}
     values.update({name: carried[_PREFIX + name] / _unit(name) for name in _TIMES})
-    return EngineLoad(**values, ahead=tuple(carried[name] / _NANOSECONDS for name in _AHEAD))
+    values.update({curve: tuple(carried[name] / _NANOSECONDS for name in names) for curve, names in _CURVES.items()})
+    return EngineLoad(**values)
 
 
 def _unit(name: str) -> int:
@@ -53,6 +62,54 @@ def due_by_edges(work: Iterable[tuple[float, float]]) -> tuple[float, ...]:
     sums = [0.0] * len(DUE_EDGES_S)
     for due, seconds in work:
         sums[bisect.bisect_left(DUE_EDGES_S, due)] += seconds
-    for index in range(1, len(sums)):
-        sums[index] += sums[index - 1]
-    return tuple(sums)
+    return tuple(itertools.accumulate(sums))
+
+
+def at_rest(load: EngineLoad, seconds: float) -> EngineLoad:
+    """What becomes of a load when there has been nothing to do for so long."""
+    fade = math.exp(-max(0.0, seconds) / ARRIVALS_MEMORY_S)
+    return replace(
+        load,
+        running=0,
+        waiting=0,
+        prefill_tokens=0,
+        output_tokens=0,
+        kv_free_tokens=load.kv_tokens,
+        decode_s=0.0,
+        ahead=EngineLoad().ahead,
+        arriving=tuple(rate * fade for rate in load.arriving),
+    )
+
+
+class Arrivals:
+    """Prefill work of late by how long its requests had when they came: `EngineLoad.arriving`.
+
+    Of work that is `ARRIVALS_MEMORY_S` old, 1/e counts.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = [0.0] * len(DUE_EDGES_S)
+        self._pairs = [0.0] * len(DUE_EDGES_S)
+        self._told = -math.inf
+        self._since = -math.inf
+
+    def add(self, window_s: float, tokens: int, pairs: float) -> None:
+        """So many prompt tokens, and pairs of them, were computed for a request that had so many seconds."""
+        index = bisect.bisect_left(DUE_EDGES_S, window_s)
+        self._tokens[index] += tokens
+        self._pairs[index] += pairs
+
+    def per_second(self, now: float, token_s: float, pair_s: float) -> tuple[float, ...]:
+        """Seconds of work per second."""
+        if self._since == -math.inf:
+            self._since = self._told = now
+        keep = math.exp((self._told - now) / ARRIVALS_MEMORY_S)
+        self._told = now
+        self._tokens = [tokens * keep for tokens in self._tokens]
+        self._pairs = [pairs * keep for pairs in self._pairs]
+        # What a steady load of 1 per second would have added up to by now.
+        full = ARRIVALS_MEMORY_S * (1 - math.exp((self._since - now) / ARRIVALS_MEMORY_S))
+        if full < ARRIVALS_MEMORY_S / 10:
+            return (0.0,) * len(DUE_EDGES_S)
+        rates = (tokens * token_s + pairs * pair_s for tokens, pairs in zip(self._tokens, self._pairs, strict=True))
+        return tuple(itertools.accumulate(rate / full for rate in rates))

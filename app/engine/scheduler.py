@@ -40,7 +40,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from app.config import describe_validation_error
 from app.engine.counters import Counters, encode
-from app.engine.load import due_by_edges, encode_load
+from app.engine.load import Arrivals, due_by_edges, encode_load
 from app.engine.step_plan import (
     LATE_SIZE,
     LATE_STRETCH,
@@ -56,7 +56,7 @@ from app.engine.step_plan import (
 from app.engine.step_time import StepTimeModel, StepWork
 from app.engine.targets import FIRST_DEADLINE_MS, Targets, deadline, from_extra_args, to_priority
 from app.errors import ConfigError
-from app.types import PATIENCE_S, EngineLoad
+from app.types import MIN_RESIDENCE_S, PATIENCE_S, EngineLoad
 
 CONFIG_KEY = "sluice_scheduler"
 _STATS_PERIOD_S = 0.25
@@ -123,7 +123,7 @@ class SchedulerSettings(BaseModel):
         description="Share of all computed tokens that may be thrown away by taking slots or KV blocks. Default: 0.05.",
     )
     min_residence_ms: float = Field(
-        1000.0,
+        MIN_RESIDENCE_S * 1000,
         ge=0,
         description="How long a request that was preempted keeps its slot after it came back, in milliseconds. "
         "Default: 1000.",
@@ -133,12 +133,14 @@ class SchedulerSettings(BaseModel):
 @dataclass(slots=True)
 class _Track:
     """What is kept of a request. `deadline`: of its first token, or, once preempted, of coming back; `due`: when its
-    next token is due. Both in seconds on the scheduler's clock."""
+    next token is due. Both in seconds on the scheduler's clock. `window_s`: how long it had until `deadline` when it
+    came."""
 
     request: Request
     number: int
     targets: Targets
     deadline: float
+    window_s: float
     has_deadline: bool
     tpot: float
     due: float = math.inf
@@ -322,6 +324,7 @@ class DeadlineScheduler(Scheduler):
         self._steps_since_late = 0
         self._stats_due = -math.inf
         self._load_due = -math.inf
+        self._arrivals = Arrivals()
         # The longest that the last step should have taken.
         self._soft_s = math.inf
 
@@ -438,6 +441,7 @@ class DeadlineScheduler(Scheduler):
             token_s=token_s,
             pair_s=pair_s,
             ahead=due_by_edges(work),
+            arriving=self._arrivals.per_second(now, token_s, pair_s),
         )
 
     # A plan and its execution.
@@ -768,6 +772,7 @@ class DeadlineScheduler(Scheduler):
             number=next(self._numbers),
             targets=targets,
             deadline=now + due - wall,
+            window_s=due - wall,
             has_deadline=has_deadline,
             tpot=math.inf if targets.tpot_s is None else targets.tpot_s,
         )
@@ -817,8 +822,10 @@ class DeadlineScheduler(Scheduler):
         for request in requests:
             tokens = scheduled[request.request_id]
             depth = request.num_computed_tokens - tokens
+            pairs = tokens * (depth + tokens / 2)
             prefill_tokens += tokens
-            attended += tokens * (depth + tokens / 2)
+            attended += pairs
+            self._arrivals.add(self._tracks[request.request_id].window_s, tokens, pairs)
             context -= request.num_computed_tokens
             if request.request_id in self._lost:
                 track = self._lost.pop(request.request_id)

@@ -47,6 +47,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from app.config import describe_validation_error
 from app.engine.step_cost import CostProfile, load_profile, parse_profile, step_seconds
 from app.errors import ConfigError
+from app.types import MIN_RESIDENCE_S, PATIENCE_S
 
 _CONFIG_KEY = "sluice_simulation"
 _DEFAULT_PROFILE = "h100-llama-3.1-8b"
@@ -97,7 +98,12 @@ def simulated_engine_args(profile: CostProfile | str, time_scale: float) -> dict
             _CONFIG_KEY: {
                 "profile": profile if isinstance(profile, str) else profile.model_dump(),
                 "time_scale": time_scale,
-            }
+            },
+            # What DeadlineScheduler does not learn.
+            "sluice_scheduler": {
+                "patience_ms": PATIENCE_S * time_scale * 1000,
+                "min_residence_ms": MIN_RESIDENCE_S * time_scale * 1000,
+            },
         },
         "load_format": "dummy",
         "dtype": "bfloat16",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -34,6 +33,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from app.config import ModelConfig, PoolConfig
 from app.engine.arguments import chat_template, engine_args
 from app.engine.deltas import DeltaSink, DeltaTap, is_plain, template_of
+from app.engine.load import at_rest
 from app.engine.stats import LoadWatch, SampledRayStatLogger
 from app.engine.targets import Targets, engine_priority, with_targets
 from app.telemetry.timeline import read_clock, usage_metrics, with_facts
@@ -188,17 +188,8 @@ class VLLMEngine:
             return self._load, self._last_step if self._load is None else self._load_taken
         if self._load is None:
             return None, time.monotonic()
-        at_rest = dataclasses.replace(
-            self._load,
-            running=0,
-            waiting=0,
-            prefill_tokens=0,
-            output_tokens=0,
-            kv_free_tokens=self._load.kv_tokens,
-            decode_s=0.0,
-            ahead=EngineLoad().ahead,
-        )
-        return at_rest, time.monotonic()
+        now = time.monotonic()
+        return at_rest(self._load, now - self._load_taken), now
 
     def _learn_load(self, load: EngineLoad | None) -> None:
         self._last_step = time.monotonic()

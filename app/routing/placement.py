@@ -34,6 +34,10 @@ _BETTER = 0.8
 _HOME_BIAS = 1.2
 # Sequences without a target that may wait in an engine, so that it does not run dry between two states.
 _ENGINE_QUEUE_SHARE = 0.05
+# Where requests with a target would wait for more than this share of it, those without one are kept out for a while,
+# but for what is reserved for them.
+_PRESSED_SHARE = 0.4
+_PRESSED_S = 0.5
 # What fills a replica weighs as much as this share of the TTFT target.
 _FILL_WEIGHT = 0.25
 
@@ -178,7 +182,7 @@ class Fleet:
                 if replica.is_lost:
                     continue
                 is_down = False
-                if self._has_room(replica, demand):
+                if self._has_room(replica, demand, now):
                     options.append(self._option(replica, rank, demand, now))
         if not options:
             return NoRoom(is_down)
@@ -198,6 +202,8 @@ class Fleet:
         elif prediction is None:
             score = math.inf
         else:
+            if prediction.wait_s > _PRESSED_SHARE * demand.ttft_s:
+                replica.pressed = now
             fill = sum(replica.sequences().values()) / replica.slots
             score = prediction.ttft_s + _FILL_WEIGHT * demand.ttft_s * fill
         return _Option(replica, rank, cached, prediction, score)
@@ -224,7 +230,7 @@ class Fleet:
             return others
         return home
 
-    def _has_room(self, replica: Replica, demand: Demand) -> bool:
+    def _has_room(self, replica: Replica, demand: Demand, now: float) -> bool:
         """Whether the class may have more of the replica. A replica that has nothing takes anything."""
         counts = replica.sequences()
         total = sum(counts.values())
@@ -237,6 +243,8 @@ class Fleet:
         kept = self._kept_for_others(replica, own, counts)
         load = replica.state.load if replica.state is not None else None
         if demand.ttft_s is None:
+            if now - replica.pressed <= _PRESSED_S and counts[own] >= self._reserved(replica, own):
+                return False
             if total + demand.sequences + kept > replica.slots + queue:
                 return False
             if load is None:

@@ -14,7 +14,7 @@ import math
 import statistics
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from app.types import DUE_EDGES_S, PATIENCE_S, EngineLoad, ReplicaState
@@ -27,6 +27,8 @@ _RESIDUALS = 64
 # The first ones are slow for reasons of their own.
 _LEAST_RESIDUALS = 8
 _LEAST_SHARE = 0.1
+# Of a fixed point that is found to some percent after so many.
+_ROUNDS = 4
 # Until outputs of a class have been seen, and where requests don't say how much they want.
 _EXPECTED_OUTPUT_TOKENS = 256
 
@@ -101,7 +103,7 @@ class Overhead:
 @dataclass(slots=True)
 class Replica:
     """One replica. `slots`: sequences that its steps may run; `loose`: classes without a TTFT target; `is_lost`: it
-    stopped answering."""
+    stopped answering; `pressed`: when a request with a target would last have waited for long there."""
 
     replica_id: str
     pool: str
@@ -111,6 +113,7 @@ class Replica:
     state: ReplicaState | None = None
     taken: float = -math.inf
     is_lost: bool = False
+    pressed: float = -math.inf
     sent: dict[int, _Sent] = field(default_factory=dict)
 
     def is_known(self, now: float) -> bool:
@@ -170,17 +173,18 @@ class Replica:
         own = _prefill_s(load, demand.prompt_tokens - cached, cached, demand.sequences)
         ahead, share = self._ahead(load, demand.order, now)
         waiting = self._room_wait(load, demand)
-        work = ahead + own
         # Half of the step that is being computed.
         rest = 0.5 * (load.step_s if load.prefill_tokens else load.decode_s)
-        engine_s = rest + max(work + load.decode_s, work / share) + waiting
-        return Prediction(now - demand.received + engine_s + self.overhead.seconds, rest + ahead / share + waiting)
+        work_s = _work_seconds(load, ahead + own, share, demand.order - now)
+        engine_s = rest + work_s + waiting
+        wait_s = engine_s - max(own + load.decode_s, own / share)
+        return Prediction(now - demand.received + engine_s + self.overhead.seconds, wait_s)
 
     def _ahead(self, load: EngineLoad, order: float, now: float) -> tuple[float, float]:
         """Seconds of prefill that come before a deadline, and the share of time that prefill gets."""
         share = max(_LEAST_SHARE, 1 - load.decode_s / load.step_s) if load.step_s > 0 else 1.0
         done = share * max(0.0, now - self.taken)
-        ahead = max(0.0, ahead_of(load, order - self.taken) - done)
+        ahead = max(0.0, until(load.ahead, order - self.taken) - done)
         for sent in self.unseen():
             if sent.demand.order <= order:
                 ahead += _prefill_s(load, sent.uncached, sent.demand.prompt_tokens - sent.uncached, 1)
@@ -206,14 +210,30 @@ class Replica:
         return missing * remaining * max(load.decode_s, load.step_s / 2)
 
 
-def ahead_of(load: EngineLoad, due: float) -> float:
-    """Seconds of prefill due before `due`, in seconds after the load was taken; between edges, in proportion."""
-    index = bisect.bisect_left(DUE_EDGES_S, due)
+def until(curve: Sequence[float], seconds: float) -> float:
+    """What a curve over `DUE_EDGES_S`, such as `EngineLoad.ahead`, has reached by then.
+
+    Between edges, in proportion.
+    """
+    index = bisect.bisect_left(DUE_EDGES_S, seconds)
     if index == 0:
-        return load.ahead[0]
-    low, high = load.ahead[index - 1], load.ahead[index]
+        return curve[0]
+    low, high = curve[index - 1], curve[index]
     begin, end = DUE_EDGES_S[index - 1], DUE_EDGES_S[index]
-    return low + (1.0 if end == math.inf else (due - begin) / (end - begin)) * (high - low)
+    return low + (1.0 if end == math.inf else (seconds - begin) / (end - begin)) * (high - low)
+
+
+def _work_seconds(load: EngineLoad, work: float, share: float, window: float) -> float:
+    """How long so many seconds of prefill take, with what comes later and goes first.
+
+    `share`: of time that prefill gets; `window`: until the work is due. Of what will come, that goes first which will
+    have less time than is left of the window then; halfway through the work stands for all of it.
+    """
+    seconds = max(work + load.decode_s, work / share)
+    for _ in range(_ROUNDS):
+        overtaking = until(load.arriving, window - seconds / 2)
+        seconds = max(work + load.decode_s, work / max(_LEAST_SHARE * share, share - overtaking))
+    return seconds
 
 
 def _prefill_s(load: EngineLoad, tokens: int, depth: int, sequences: int) -> float:

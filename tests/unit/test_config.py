@@ -198,7 +198,7 @@ def test_presets_set_all_dials_and_given_ones_replace_them() -> None:
 
 def test_the_first_classes_may_be_predicted_to_take_more_of_their_targets() -> None:
     config = parse_config(minimal_args())
-    assert [config.admit_share(name) for name in config.classes] == pytest.approx([1.0, 0.85, 0.7])
+    assert [config.admit_share(name) for name in config.classes] == pytest.approx([0.8, 0.65, 0.5])
     args = minimal_args()
     args["classes"] = {"batch": {"service_tier": "flex"}, "standard": {"service_tier": "default", "admit_share": 0.5}}
     assert parse_config(args).admit_share("standard") == 0.5

@@ -324,7 +324,10 @@ def test_words_are_plain_and_endings_come_from_the_tokenizer() -> None:
 
 def test_the_engine_arguments_of_a_profile() -> None:
     args = simulated_engine_args("h200-llama-3.1-8b", 2.0)
-    assert args["additional_config"] == {"sluice_simulation": {"profile": "h200-llama-3.1-8b", "time_scale": 2.0}}
+    assert args["additional_config"] == {
+        "sluice_simulation": {"profile": "h200-llama-3.1-8b", "time_scale": 2.0},
+        "sluice_scheduler": {"patience_ms": 10_000.0, "min_residence_ms": 2000.0},
+    }
     assert args["hf_overrides"]["num_hidden_layers"] == 32
     own = H100.model_copy(update={"bandwidth": 1e12})
     assert simulated_engine_args(own, 1.0)["additional_config"]["sluice_simulation"]["profile"]["bandwidth"] == 1e12

@@ -175,6 +175,18 @@ class TestRoom:
         fleet = self.fleet(fleet_config(pools__interactive__max_ongoing_requests=8), batch=batch)
         assert isinstance(fleet.choose(demand("batch", pools=("interactive",)), 0.0), Placement) is fits
 
+    def test_where_those_with_targets_wait_long_only_floors_are_open_to_those_without(self) -> None:
+        fleet = a_fleet(fleet_config(pools__batch__reserve={"batch": 0.125}), batch=1)
+        tell(fleet, "batch", "batch-0", load(0.6, running=1), batch=1)
+        batch = demand("batch", pools=("batch",))
+        assert placed(fleet, batch, 0.0).pool == "batch"
+        placed(fleet, demand(pools=("batch",)), 0.0)
+        assert placed(fleet, batch, 0.1).pool == "batch"
+        tell(fleet, "batch", "batch-0", load(0.6, running=2), 0.2, batch=2)
+        assert isinstance(fleet.choose(batch, 0.2), NoRoom)
+        # Nobody has waited for a while.
+        assert placed(fleet, batch, 1.0).pool == "batch"
+
     def test_an_empty_replica_takes_anything(self) -> None:
         huge = demand("batch", sequences=40, prompt_tokens=200_000, pools=("interactive",))
         assert isinstance(self.fleet(fleet_config()).choose(huge, 0.0), Placement)

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from app.engine.load import decode_load, due_by_edges, encode_load
+from app.engine.load import ARRIVALS_MEMORY_S, Arrivals, at_rest, decode_load, due_by_edges, encode_load
 from app.routing.placement import Fleet, Placement
-from app.routing.replicas import Overhead, Replica, ahead_of
+from app.routing.replicas import Overhead, Replica, until
 from app.types import EngineLoad
 from tests.support.fleet import a_fleet, demand, fleet_config, load, tell
 
@@ -32,13 +32,27 @@ def test_however_much_there_is_to_do_it_can_be_told() -> None:
     assert told.token_s == pytest.approx(1.5e-5)
 
 
+def test_work_of_late_is_told_per_second_and_forgotten() -> None:
+    arrivals = Arrivals()
+    assert arrivals.per_second(0.0, 1e-3, 0.0)[-1] == 0.0
+    for step in range(1, 300):
+        arrivals.add(1.0, 50, 0.0)
+        rates = arrivals.per_second(step / 10, 1e-3, 0.0)
+        # From the first second on: 500 tokens a second, of a millisecond each.
+        assert step < 15 or rates[-1] == pytest.approx(0.5, rel=0.01)
+    assert until(rates, 0.6) == 0.0
+    faded = at_rest(load(arriving=rates), ARRIVALS_MEMORY_S)
+    assert faded.arriving[-1] == pytest.approx(0.5 / math.e, rel=0.01)
+    assert arrivals.per_second(30 + 5 * ARRIVALS_MEMORY_S, 1e-3, 0.0)[-1] < 0.01
+
+
 def test_work_ahead_is_what_is_due_before() -> None:
     engine = EngineLoad(ahead=due_by_edges([(-1.0, 1.0), (0.15, 2.0), (100.0, 4.0)]))
-    assert ahead_of(engine, -5) == 1.0
-    assert ahead_of(engine, 0.2) == 3.0
-    assert 1.0 < ahead_of(engine, 0.15) < 3.0
-    assert ahead_of(engine, 20) == 3.0
-    assert ahead_of(engine, math.inf) == 7.0
+    assert until(engine.ahead, -5) == 1.0
+    assert until(engine.ahead, 0.2) == 3.0
+    assert 1.0 < until(engine.ahead, 0.15) < 3.0
+    assert until(engine.ahead, 20) == 3.0
+    assert until(engine.ahead, math.inf) == 7.0
 
 
 class TestPredictions:
@@ -76,6 +90,16 @@ class TestPredictions:
         prediction = busy.predict(demand(prompt_tokens=300), 0, 0.0)
         assert prediction is not None
         assert prediction.ttft_s == pytest.approx(0.3)
+
+    def test_what_will_come_later_and_go_first_counts(self) -> None:
+        # For half of the time there is prefill of requests that have 2 s.
+        _, busy = replica(load(1.0, arriving=due_by_edges([(2.0, 0.5)])))
+        urgent, patient = (busy.predict(demand(prompt_tokens=1000, ttft_s=ttft_s), 0, 0.0) for ttft_s in (1.0, 100.0))
+        assert urgent is not None
+        assert patient is not None
+        assert urgent.ttft_s == pytest.approx(0.025 + 2.0)
+        assert patient.ttft_s == pytest.approx(0.025 + 4.0)
+        assert patient.wait_s == pytest.approx(0.025 + 3.0)
 
     def test_what_was_sent_since_the_state_counts_until_a_state_shows_it(self) -> None:
         fleet, idle = replica(load())
