@@ -17,6 +17,9 @@ Outcome = Literal["finished", "rejected", "evicted", "cancelled", "failed"]
 # Without a TTFT target a request is ordered among those with one as if this were its, in seconds.
 PATIENCE_S = 5.0
 
+# Of a step's time, what prefill is taken to have at least when decodes fill it.
+MIN_PREFILL_SHARE = 0.1
+
 # How long a request that was preempted keeps its slot after it came back, in seconds.
 MIN_RESIDENCE_S = 1.0
 
@@ -165,13 +168,15 @@ class EngineLoad:
 
     `running`, `waiting`: sequences with and without a slot; `slots`: sequences that a step may run. `prefill_tokens`:
     prompt tokens still to compute; `output_tokens`: tokens that all answers may still get. `kv_tokens`: what the KV
-    cache holds at most; `kv_free_tokens`: what of it is free.
+    cache holds at most; `kv_free_tokens`: what of it is free. `yielding`: sequences that would give up their slots to a
+    deadline now; `yielding_tokens`: what they have in the KV cache.
 
     Learned, in seconds, 0.0 where nothing is known yet: `decode_s`: a step of the present decodes alone; `step_s`: the
     longest that a step should take; `token_s`: what a prompt token adds to a step; `pair_s`: what each pair of tokens
     in a prompt's attention adds. `ahead`: seconds of prefill that are due by each of `DUE_EDGES_S`, cumulative.
     `arriving`: seconds of prefill that it computed per second of late, for requests that had at most so long when they
-    came, cumulative: what comes before a request that has longer, though it comes later.
+    came, cumulative: what comes before a request that has longer, though it comes later. `slack`: by how much first
+    tokens that are due by each of the edges or later will be in time at least; infinite for none.
     """
 
     running: int = 0
@@ -181,12 +186,15 @@ class EngineLoad:
     output_tokens: int = 0
     kv_tokens: int = 0
     kv_free_tokens: int = 0
+    yielding: int = 0
+    yielding_tokens: int = 0
     decode_s: float = 0.0
     step_s: float = 0.0
     token_s: float = 0.0
     pair_s: float = 0.0
     ahead: tuple[float, ...] = (0.0,) * len(DUE_EDGES_S)
     arriving: tuple[float, ...] = (0.0,) * len(DUE_EDGES_S)
+    slack: tuple[float, ...] = (math.inf,) * len(DUE_EDGES_S)
 
 
 @dataclass(frozen=True, slots=True)

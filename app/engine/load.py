@@ -18,7 +18,8 @@ from app.types import DUE_EDGES_S, EngineLoad
 _PREFIX = "sluice-load."
 _TIMES = ("decode_s", "step_s", "token_s", "pair_s")
 _CURVES = {
-    name: tuple(f"{_PREFIX}{name}{index}" for index in range(len(DUE_EDGES_S))) for name in ("ahead", "arriving")
+    name: tuple(f"{_PREFIX}{name}{index}" for index in range(len(DUE_EDGES_S)))
+    for name in ("ahead", "arriving", "slack")
 }
 _COUNTS = tuple(entry.name for entry in fields(EngineLoad) if entry.name not in (*_TIMES, *_CURVES))
 # vLLM's serializer takes no integer above 2**64. A pair of tokens takes some femtoseconds, queues may take days.
@@ -45,7 +46,7 @@ def decode_load(carried: Mapping[str, int]) -> EngineLoad | None:
         return None
     values: dict[str, Any] = {name: carried[_PREFIX + name] for name in _COUNTS}
     values.update({name: carried[_PREFIX + name] / _unit(name) for name in _TIMES})
-    values.update({curve: tuple(carried[name] / _NANOSECONDS for name in names) for curve, names in _CURVES.items()})
+    values.update({curve: tuple(_seconds(carried[name]) for name in names) for curve, names in _CURVES.items()})
     return EngineLoad(**values)
 
 
@@ -54,7 +55,11 @@ def _unit(name: str) -> int:
 
 
 def _integer(seconds: float, per_second: int) -> int:
-    return min(_MOST, round(seconds * per_second))
+    return _MOST if seconds == math.inf else min(_MOST, round(seconds * per_second))
+
+
+def _seconds(nanoseconds: int) -> float:
+    return math.inf if nanoseconds == _MOST else nanoseconds / _NANOSECONDS
 
 
 def due_by_edges(work: Iterable[tuple[float, float]]) -> tuple[float, ...]:
@@ -76,9 +81,27 @@ def at_rest(load: EngineLoad, seconds: float) -> EngineLoad:
         output_tokens=0,
         kv_free_tokens=load.kv_tokens,
         decode_s=0.0,
+        yielding=0,
+        yielding_tokens=0,
         ahead=EngineLoad().ahead,
+        slack=EngineLoad().slack,
         arriving=tuple(rate * fade for rate in load.arriving),
     )
+
+
+def slack_by_edges(work: Iterable[tuple[float, float, bool]], share: float) -> tuple[float, ...]:
+    """`EngineLoad.slack` for prefills, each as (seconds until it is due, seconds that it takes, whether it counts).
+
+    `share`: of time that prefill gets. Those that will be late whatever comes are not counted.
+    """
+    least = [math.inf] * len(DUE_EDGES_S)
+    done = 0.0
+    for due, seconds, counts in sorted(work):
+        done += seconds / share
+        if counts and due >= done:
+            index = bisect.bisect_left(DUE_EDGES_S, due)
+            least[index] = min(least[index], due - done)
+    return tuple(itertools.accumulate(reversed(least), min))[::-1]
 
 
 class Arrivals:

@@ -40,7 +40,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from app.config import describe_validation_error
 from app.engine.counters import Counters, encode
-from app.engine.load import Arrivals, due_by_edges, encode_load
+from app.engine.load import Arrivals, due_by_edges, encode_load, slack_by_edges
 from app.engine.step_plan import (
     LATE_SIZE,
     LATE_STRETCH,
@@ -56,7 +56,7 @@ from app.engine.step_plan import (
 from app.engine.step_time import StepTimeModel, StepWork
 from app.engine.targets import FIRST_DEADLINE_MS, Targets, deadline, from_extra_args, to_priority
 from app.errors import ConfigError
-from app.types import MIN_RESIDENCE_S, PATIENCE_S, EngineLoad
+from app.types import MIN_PREFILL_SHARE, MIN_RESIDENCE_S, PATIENCE_S, EngineLoad
 
 CONFIG_KEY = "sluice_scheduler"
 _STATS_PERIOD_S = 0.25
@@ -71,6 +71,9 @@ _TTFT_MEMORY_S = 60.0
 _CACHED_PREFIX_STEPS = 32
 # Waiting requests that get no slot or KV blocks, after which a step looks no further.
 _MOST_REFUSED = 8
+# First tokens are protected from what comes later where their prefills take up to this share of what they had: longer
+# ones would keep everybody else out for most of their time.
+_PROTECTED_SHARE = 0.5
 # Late requests that a step looks at.
 _MOST_LATE = 8
 # Later than any deadline.
@@ -419,14 +422,19 @@ class DeadlineScheduler(Scheduler):
                 room = max(MIN_CHUNK_TOKENS, self.times.prefill_tokens_within(step, self._soft_s, 0, room))
             token_s, pair_s = self.times.prefill_rates(step, room)
             step_s = self._soft_s if math.isfinite(self._soft_s) else decode_s + room * token_s
-        work: list[tuple[float, float]] = []
+        work: list[tuple[float, float, bool]] = []
         tokens = 0
         for request in computing + waiting:
             track = self._tracks[request.request_id]
             depth = request.num_computed_tokens if request.num_computed_tokens else track.cached
             need = max(0, request.num_tokens - depth)
             tokens += need
-            work.append((track.deadline - now, need * token_s + need * (depth + need / 2) * pair_s))
+            seconds = need * token_s + need * (depth + need / 2) * pair_s
+            whole = request.num_tokens * (token_s + request.num_tokens / 2 * pair_s)
+            is_protected = track.awaits_first_token and whole <= _PROTECTED_SHARE * track.window_s
+            work.append((track.deadline - now, seconds, is_protected))
+        share = max(MIN_PREFILL_SHARE, 1 - decode_s / step_s) if step_s else 1.0
+        yielding = self._would_yield(now)
         pool = self.kv_cache_manager.block_pool
         return EngineLoad(
             running=len(self.running),
@@ -436,12 +444,15 @@ class DeadlineScheduler(Scheduler):
             output_tokens=sum(max(0, one.max_tokens - one.num_output_tokens) for one in self.requests.values()),
             kv_tokens=pool.num_gpu_blocks * self.block_size,
             kv_free_tokens=pool.get_num_free_blocks() * self.block_size,
+            yielding=len(yielding),
+            yielding_tokens=sum(yielding),
             decode_s=decode_s,
             step_s=step_s,
             token_s=token_s,
             pair_s=pair_s,
-            ahead=due_by_edges(work),
+            ahead=due_by_edges((due, seconds) for due, seconds, _ in work),
             arriving=self._arrivals.per_second(now, token_s, pair_s),
+            slack=slack_by_edges(work, share),
         )
 
     # A plan and its execution.
@@ -553,7 +564,7 @@ class DeadlineScheduler(Scheduler):
             now=now,
             begin=begin,
             step_s=decode_s if math.isinf(limits.hard_s) else limits.hard_s,
-            share=0.9 if math.isinf(limits.soft_s) else max(0.1, 1 - decode_s / limits.soft_s),
+            share=0.9 if math.isinf(limits.soft_s) else max(MIN_PREFILL_SHARE, 1 - decode_s / limits.soft_s),
             free_blocks=self._free_blocks_beyond(prefilling),
         )
         running = sorted(
@@ -745,9 +756,24 @@ class DeadlineScheduler(Scheduler):
         return iter([choice[3] for choice in choices])
 
     def _can_waste(self, tokens: int) -> bool:
-        counters = self.counters
+        return tokens <= self._may_still_waste()
+
+    def _may_still_waste(self) -> float:
+        """Computed tokens that may be thrown away."""
         at_stake = sum(track.lost for track in self._lost.values())
-        return counters.wasted_tokens + at_stake + tokens <= self.settings.max_wasted_share * counters.computed_tokens
+        return self.settings.max_wasted_share * self.counters.computed_tokens - self.counters.wasted_tokens - at_stake
+
+    def _would_yield(self, now: float) -> list[int]:
+        """Computed tokens of each request that a deadline could take a slot from now, with what may be wasted."""
+        resident_since = now - self.settings.min_residence_ms / 1000
+        tracks = (self._tracks[request.request_id] for request in self.running)
+        loose = sorted(
+            track.request.num_computed_tokens
+            for track in tracks
+            if track.tokens and track.tpot == math.inf and track.returned <= resident_since
+        )
+        budget = self._may_still_waste()
+        return loose[: sum(1 for total in itertools.accumulate(loose) if total <= budget)]
 
     # What is kept of requests.
 

@@ -194,6 +194,9 @@ def refusal(config: SluiceConfig, demand: Demand, refuse: Refuse) -> RequestErro
             f"`{name}`, whose target is {details.get('ttft_target_ms')} ms for this prompt."
         )
         return Saturated(text + other_ways, retry_after=refuse.retry_after_s, details=details)
+    if refuse.reason == "others_late":
+        text = "Requests that were accepted before would miss their targets if this one came between."
+        return Saturated(text + other_ways, retry_after=refuse.retry_after_s, details=details)
     if refuse.reason == "class_full":
         most = config.classes[name].limits.max_concurrent
         text = f"Class `{name}` has as many requests as it may have at once, {most}."

@@ -36,7 +36,16 @@ _MOST_RETRY_S = 120.0
 # A hold that would end within this time is over.
 _SOON_S = 1e-3
 
-Reason = Literal["predicted_late", "no_room", "hold_expired", "too_many_held", "own_backlog", "class_full", "pool_down"]
+Reason = Literal[
+    "predicted_late",
+    "others_late",
+    "no_room",
+    "hold_expired",
+    "too_many_held",
+    "own_backlog",
+    "class_full",
+    "pool_down",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +225,8 @@ class Admission:
         if is_contended and predicted > self._config.admit_share(demand.service_class) * demand.ttft_s:
             late = predicted - self._config.admit_share(demand.service_class) * demand.ttft_s
             return self._refuse("predicted_late", demand, now, predicted, late)
+        if choice.prediction.delays_others:
+            return self._refuse("others_late", demand, now, predicted)
         held.is_ahead_of_others = self._must_wait_for_others(demand, choice)
         if held.is_ahead_of_others:
             return None
@@ -260,7 +271,10 @@ class Admission:
             elif (
                 ttft_s is None
                 or choice.prediction is None
-                or choice.prediction.ttft_s <= self._config.admit_share(name) * ttft_s
+                or (
+                    choice.prediction.ttft_s <= self._config.admit_share(name) * ttft_s
+                    and not choice.prediction.delays_others
+                )
             ):
                 found.append(name)
         return tuple(found)

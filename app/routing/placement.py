@@ -205,7 +205,7 @@ class Fleet:
             if prediction.wait_s > _PRESSED_SHARE * demand.ttft_s:
                 replica.pressed = now
             fill = sum(replica.sequences().values()) / replica.slots
-            score = prediction.ttft_s + _FILL_WEIGHT * demand.ttft_s * fill
+            score = prediction.ttft_s + demand.ttft_s * (_FILL_WEIGHT * fill + prediction.delays_others)
         return _Option(replica, rank, cached, prediction, score)
 
     def _by_target(self, options: list[_Option], demand: Demand, now: float) -> _Option:
@@ -220,7 +220,7 @@ class Fleet:
         direction = (demand.service_class, demand.pools[0])
         is_spilling = direction in self._spilling
         share = home.prediction.ttft_s / demand.ttft_s
-        if share <= (_BACK_SHARE if is_spilling else _SPILL_SHARE):
+        if share <= (_BACK_SHARE if is_spilling else _SPILL_SHARE) and not home.prediction.delays_others:
             self._spilling.discard(direction)
             return home
         if others.prediction is None:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from app.types import DUE_EDGES_S, PATIENCE_S, EngineLoad, ReplicaState
+from app.types import DUE_EDGES_S, MIN_PREFILL_SHARE, PATIENCE_S, EngineLoad, ReplicaState
 
 # A state older than this tells nothing any more.
 STALE_S = 5.0
@@ -26,7 +26,6 @@ _ON_THE_WAY_S = 0.04
 _RESIDUALS = 64
 # The first ones are slow for reasons of their own.
 _LEAST_RESIDUALS = 8
-_LEAST_SHARE = 0.1
 # Of a fixed point that is found to some percent after so many.
 _ROUNDS = 4
 # Until outputs of a class have been seen, and where requests don't say how much they want.
@@ -80,10 +79,11 @@ class _Sent:
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """When a request's first token would be sent. `ttft_s`: after it was received; `wait_s`: of that, for others' work
-    that comes first."""
+    that comes first; `delays_others`: first tokens that were promised and are due later would be late for it."""
 
     ttft_s: float
     wait_s: float
+    delays_others: bool = False
 
 
 class Overhead:
@@ -178,11 +178,16 @@ class Replica:
         work_s = _work_seconds(load, ahead + own, share, demand.order - now)
         engine_s = rest + work_s + waiting
         wait_s = engine_s - max(own + load.decode_s, own / share)
-        return Prediction(now - demand.received + engine_s + self.overhead.seconds, wait_s)
+        # What is due later is put off by this.
+        put_off = own + sum(
+            _prefill_s(load, one.uncached, one.demand.prompt_tokens - one.uncached, 1) for one in self.unseen()
+        )
+        slack = at_edge(load.slack, demand.order - self.taken) - (now - self.taken)
+        return Prediction(now - demand.received + engine_s + self.overhead.seconds, wait_s, put_off / share > slack)
 
     def _ahead(self, load: EngineLoad, order: float, now: float) -> tuple[float, float]:
         """Seconds of prefill that come before a deadline, and the share of time that prefill gets."""
-        share = max(_LEAST_SHARE, 1 - load.decode_s / load.step_s) if load.step_s > 0 else 1.0
+        share = max(MIN_PREFILL_SHARE, 1 - load.decode_s / load.step_s) if load.step_s > 0 else 1.0
         done = share * max(0.0, now - self.taken)
         ahead = max(0.0, until(load.ahead, order - self.taken) - done)
         for sent in self.unseen():
@@ -193,18 +198,19 @@ class Replica:
     def _room_wait(self, load: EngineLoad, demand: Demand) -> float:
         """How long until there are a slot and KV blocks, at the rate at which answers end.
 
-        Engines take them from requests without targets for those that have one.
+        Engines take them from requests without targets for those that have one, as far as `yielding` goes.
         """
         unseen = [sent.demand for sent in self.unseen()]
-        taken = load.running + load.waiting + sum(one.sequences for one in unseen)
+        taken = load.running + load.waiting + sum(one.sequences for one in unseen) + demand.sequences
+        tokens = demand.prompt_tokens + sum(one.prompt_tokens for one in unseen)
+        if demand.ttft_s is not None:
+            taken -= load.yielding
+            tokens -= load.yielding_tokens
         missing = max(
-            (taken + demand.sequences - load.slots) / max(1, load.running),
-            (demand.prompt_tokens + sum(one.prompt_tokens for one in unseen) - load.kv_free_tokens)
-            / max(1, load.kv_tokens - load.kv_free_tokens),
+            (taken - load.slots) / max(1, load.running),
+            (tokens - load.kv_free_tokens) / max(1, load.kv_tokens - load.kv_free_tokens),
         )
         if missing <= 0 or not load.running:
-            return 0.0
-        if demand.ttft_s is not None and any(n for name, n in self.sequences().items() if name in self.loose):
             return 0.0
         remaining = load.output_tokens / max(1, load.running + load.waiting)
         return missing * remaining * max(load.decode_s, load.step_s / 2)
@@ -223,6 +229,11 @@ def until(curve: Sequence[float], seconds: float) -> float:
     return low + (1.0 if end == math.inf else (seconds - begin) / (end - begin)) * (high - low)
 
 
+def at_edge(curve: Sequence[float], seconds: float) -> float:
+    """A curve over `DUE_EDGES_S` at the first edge that is not before."""
+    return curve[bisect.bisect_left(DUE_EDGES_S, seconds)]
+
+
 def _work_seconds(load: EngineLoad, work: float, share: float, window: float) -> float:
     """How long so many seconds of prefill take, with what comes later and goes first.
 
@@ -232,7 +243,7 @@ def _work_seconds(load: EngineLoad, work: float, share: float, window: float) ->
     seconds = max(work + load.decode_s, work / share)
     for _ in range(_ROUNDS):
         overtaking = until(load.arriving, window - seconds / 2)
-        seconds = max(work + load.decode_s, work / max(_LEAST_SHARE * share, share - overtaking))
+        seconds = max(work + load.decode_s, work / max(MIN_PREFILL_SHARE * share, share - overtaking))
     return seconds
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 from app.config import SluiceConfig
+from app.engine.load import due_by_edges, slack_by_edges
 from app.routing.admission import Admission, Admit, Decision, Refuse
 from app.routing.placement import Fleet
 from app.routing.replicas import Demand
@@ -75,6 +76,22 @@ class TestPrediction:
             desk.delay(0.7 * ttft_s)
             shares[name] = desk.arrive(demand(name, prompt_tokens=50))
         assert reasons(shares.values()) == [None, "predicted_late"]
+
+    def test_who_was_accepted_is_not_made_late_by_who_comes_later(self) -> None:
+        desk = Desk()
+        for pool in ("interactive", "batch"):
+            engine = load(ahead=due_by_edges([(8.0, 7.9)]), slack=slack_by_edges([(8.0, 7.9, True)], 1.0))
+            tell(desk.fleet, pool, f"{pool}-0", engine)
+        assert isinstance(desk.arrive(demand(prompt_tokens=50)), Admit)
+        refusal = desk.arrive(demand(prompt_tokens=500))
+        assert isinstance(refusal, Refuse)
+        assert refusal.reason == "others_late"
+        assert refusal.instead == ("batch",)
+        # Another pool where nobody is in its way.
+        tell(desk.fleet, "batch", "batch-0", load())
+        spilled = desk.arrive(demand(prompt_tokens=500))
+        assert isinstance(spilled, Admit)
+        assert spilled.placement.pool == "batch"
 
     def test_a_class_is_not_refused_for_want_of_what_it_cannot_use(self) -> None:
         desk = Desk()

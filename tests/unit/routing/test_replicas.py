@@ -1,12 +1,13 @@
 """What an ingress makes of what replicas tell."""
 
+import dataclasses
 import math
 
 import pytest
 
-from app.engine.load import ARRIVALS_MEMORY_S, Arrivals, at_rest, decode_load, due_by_edges, encode_load
+from app.engine.load import ARRIVALS_MEMORY_S, Arrivals, at_rest, decode_load, due_by_edges, encode_load, slack_by_edges
 from app.routing.placement import Fleet, Placement
-from app.routing.replicas import Overhead, Replica, until
+from app.routing.replicas import Overhead, Replica, at_edge, until
 from app.types import EngineLoad
 from tests.support.fleet import a_fleet, demand, fleet_config, load, tell
 
@@ -44,6 +45,19 @@ def test_work_of_late_is_told_per_second_and_forgotten() -> None:
     faded = at_rest(load(arriving=rates), ARRIVALS_MEMORY_S)
     assert faded.arriving[-1] == pytest.approx(0.5 / math.e, rel=0.01)
     assert arrivals.per_second(30 + 5 * ARRIVALS_MEMORY_S, 1e-3, 0.0)[-1] < 0.01
+
+
+def test_slack_is_that_of_the_tightest_who_can_still_be_in_time() -> None:
+    work = [(0.1, 0.2, True), (1.0, 0.3, True), (4.0, 1.0, True), (6.0, 0.0, False), (30.0, 10.0, True)]
+    slack = slack_by_edges(work, 0.5)
+    # The first is late already; work takes twice as long as without decodes.
+    assert slack[0] == pytest.approx(1.0 - 2 * 0.5) == at_edge(slack, 0.9)
+    assert at_edge(slack, 3.9) == pytest.approx(4.0 - 2 * 1.5)
+    assert at_edge(slack, 5.9) == pytest.approx(30.0 - 2 * 11.5)
+    assert at_edge(slack, 60.0) == math.inf
+    told = decode_load(encode_load(load(slack=slack)))
+    assert told is not None
+    assert told.slack == pytest.approx(slack)
 
 
 def test_work_ahead_is_what_is_due_before() -> None:
@@ -112,17 +126,50 @@ class TestPredictions:
         tell(fleet, "interactive", "interactive-0", load(), 1.0, interactive=1)
         assert idle.outstanding_tokens() == 0
 
-    def test_full_slots_are_waited_for_unless_somebody_without_a_target_has_them(self) -> None:
+    def test_full_slots_are_waited_for_unless_somebody_would_give_up_theirs(self) -> None:
         engine = load(running=16, output_tokens=1600, decode_s=0.02, step_s=0.04)
         _, full = replica(engine, interactive=16)
         prediction = full.predict(demand(), 0, 0.0)
         assert prediction is not None
         # One of sixteen slots, at 100 tokens of 20 ms per answer.
         assert prediction.wait_s == pytest.approx(2.0 / 16 + 0.01)
+        # That others have no target does not do: their work may be too much to throw away.
+        _, taken = replica(engine, interactive=8, batch=8)
+        prediction = taken.predict(demand(), 0, 0.0)
+        assert prediction is not None
+        assert prediction.wait_s == pytest.approx(2.0 / 16 + 0.01)
+        engine = dataclasses.replace(engine, yielding=1, yielding_tokens=500)
         _, taken = replica(engine, interactive=8, batch=8)
         prediction = taken.predict(demand(), 0, 0.0)
         assert prediction is not None
         assert prediction.wait_s == pytest.approx(0.01)
+
+    def test_kv_blocks_that_would_be_given_up_count(self) -> None:
+        engine = load(running=1, output_tokens=100, decode_s=0.02, step_s=0.04, kv_free_tokens=100)
+        waits = []
+        for yielding in (0, 1):
+            _, full = replica(dataclasses.replace(engine, yielding=yielding, yielding_tokens=500 * yielding), batch=1)
+            prediction = full.predict(demand(prompt_tokens=600), 0, 0.0)
+            assert prediction is not None
+            waits.append(prediction.wait_s)
+        assert waits[0] > waits[1] == pytest.approx(0.01)
+
+    @pytest.mark.parametrize(("slack_s", "delays"), [(0.5, False), (0.25, True)])
+    def test_who_is_due_later_is_put_off_by_this_and_by_what_the_state_does_not_show(
+        self, slack_s: float, delays: bool
+    ) -> None:
+        work = [(8.0, 8.0 - slack_s, True)]
+        fleet, busy = replica(load(ahead=due_by_edges([(8.0, 8.0 - slack_s)]), slack=slack_by_edges(work, 1.0)))
+        prediction = busy.predict(demand(prompt_tokens=300), 0, 0.0)
+        assert prediction is not None
+        assert prediction.delays_others is delays
+        fleet.sent(1, demand(prompt_tokens=300), Placement("interactive", "interactive-0", None, 0, False), 0.0)
+        prediction = busy.predict(demand(prompt_tokens=300), 0, 0.0)
+        assert prediction is not None
+        assert prediction.delays_others is True
+        later = busy.predict(demand(prompt_tokens=300, ttft_s=100.0), 0, 0.0)
+        assert later is not None
+        assert later.delays_others is False
 
     @pytest.mark.parametrize("engine", [None, EngineLoad(slots=16)], ids=["tells nothing", "has learned nothing"])
     def test_nothing_known_is_no_prediction(self, engine: EngineLoad | None) -> None:
