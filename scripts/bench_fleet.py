@@ -64,8 +64,9 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
-def summarise(scenario: Scenario, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Figures of one run, by class and (class, key); times in simulated seconds."""
+def summarise(scenario: Scenario, outcomes: Sequence[Outcome], scale: float) -> dict[str, Any]:
+    """Figures of one run, by class and (class, key); times in simulated seconds, but for refusals, which no GPU has a
+    part in: those are in real ones."""
     begin, end = scenario.measured_from, scenario.seconds
     figures: dict[str, Any] = {"classes": {}}
     groups: dict[str, list[Outcome]] = {}
@@ -76,7 +77,7 @@ def summarise(scenario: Scenario, outcomes: Sequence[Outcome]) -> dict[str, Any]
     for name, group in sorted(groups.items()):
         offered = [one for one in group if one.status or one.error or one.ended]
         ttfts = [one.ttft for one in offered if one.ttft is not None]
-        refusals = [one.ended - one.sent for one in offered if one.status in (429, 503)]
+        refusals = [(one.ended - one.sent) * scale for one in offered if one.status in (429, 503)]
         figures["classes"][name] = {
             "offered": len(offered),
             "attainment": sum(one.is_good for one in offered) / max(1, len(offered)),
@@ -88,7 +89,8 @@ def summarise(scenario: Scenario, outcomes: Sequence[Outcome]) -> dict[str, Any]
             "ttft_p50": _percentile(ttfts, 0.5),
             "ttft_p99": _percentile(ttfts, 0.99),
             "tpot_p99": _percentile([one.tpot for one in offered if one.tpot is not None], 0.99),
-            "refusal_p99": _percentile(refusals, 0.99),
+            "refusal_p50_real": _percentile(refusals, 0.5),
+            "refusal_p99_real": _percentile(refusals, 0.99),
             "pools": {pool: sum(one.pool == pool for one in offered) for pool in sorted({one.pool for one in offered})},
         }
     figures["tokens_per_s"] = {
@@ -142,7 +144,7 @@ def run_arm(arm: str, scenario: Scenario, options: argparse.Namespace, folder: P
     if options.outcomes:
         path = options.outcomes / f"{arm}-{options.scenario_name}.json"
         path.write_text(json.dumps([asdict(one) for one in outcomes]))
-    return summarise(scenario, outcomes)
+    return summarise(scenario, outcomes, options.time_scale)
 
 
 def show(arm: str, figures: dict[str, Any]) -> None:
@@ -153,7 +155,8 @@ def show(arm: str, figures: dict[str, Any]) -> None:
         print(
             f"    {name:20} attained {row['attainment']:6.3f} of {row['offered']:5}  TTFT p50 {row['ttft_p50']:7.3f} "
             f"p99 {row['ttft_p99']:7.3f}  TPOT p99 {row['tpot_p99'] * 1000:6.1f} ms  refused {row['refused']:4} "
-            f"(p99 {row['refusal_p99'] * 1000:.0f} ms)  failed {row['failed']}  {pools}"
+            f"(real p50 {row['refusal_p50_real'] * 1000:.0f} p99 {row['refusal_p99_real'] * 1000:.0f} ms)  "
+            f"failed {row['failed']}  {pools}"
         )
     rates = ", ".join(f"{name} {value:.0f}" for name, value in figures["tokens_per_s"].items())
     print(

@@ -16,6 +16,7 @@ from app.engine.scheduler import AsyncDeadlineScheduler, DeadlineScheduler, read
 from app.engine.step_plan import LATE_TURN, MIN_CHUNK_TOKENS
 from app.engine.targets import Targets
 from app.errors import ConfigError
+from app.routing.replicas import at_edge, until
 from tests.support.virtual_engine import CheckedEngine
 
 INTERACTIVE = Targets(ttft_s=0.5, tpot_s=0.05, service_class="interactive")
@@ -319,3 +320,53 @@ def test_what_it_cannot_work_with_it_refuses_at_start(section: str | None, key: 
     object.__setattr__(getattr(config, section) if section else config, key, value)
     with pytest.raises(ValueError, match=f"does not work with {message}.*leave out scheduler_cls"):
         DeadlineScheduler(config)
+
+
+def test_the_load_tells_what_there_is_to_do_by_when() -> None:
+    engine = CheckedEngine(max_num_batched_tokens=512)
+    busy_with_batch(engine, 2)
+    engine.add("long", 8000, 5, LONG)
+    engine.step()
+    engine.add("urgent", 200, 5, INTERACTIVE)
+    load = engine.scheduler.load(engine.clock())
+    assert (load.running, load.waiting) == (3, 1)
+    assert 7000 < load.prefill_tokens <= 8200
+    # The urgent one's work is due within its half second, the long one's within ten.
+    early, late = until(load.ahead, 0.7), until(load.ahead, 15.0)
+    assert 0 < early < late / 10
+    # How far the urgent one could be put off, and the long one.
+    assert 0.3 < at_edge(load.slack, 0.4) < 0.5
+    assert 5 < at_edge(load.slack, 5.0) < 10
+    engine.run()
+    engine.check_all_is_returned()
+    load = engine.scheduler.load(engine.clock())
+    assert (load.running, load.waiting, load.prefill_tokens, load.ahead[-1], load.slack[0]) == (0, 0, 0, 0, math.inf)
+    # What it did of late, most of it for who had ten seconds.
+    assert 0 < until(load.arriving, 2.0) < 0.5 * load.arriving[-1]
+
+
+def test_a_prompt_that_needs_most_of_its_time_is_not_protected() -> None:
+    engine = CheckedEngine(max_num_batched_tokens=512)
+    busy_with_batch(engine, 1)
+    long = engine.add("long", 8000, 5, Targets(ttft_s=1000.0))
+    needed = engine.scheduler.load(engine.clock()).ahead[-1]
+    engine.abort(long.request.request_id)
+    for times, is_protected in ((1.5, False), (4.0, True)):
+        name = f"again{times}"
+        engine.add(name, 8000, 5, Targets(ttft_s=times * needed))
+        assert (engine.scheduler.load(engine.clock()).slack[0] < math.inf) is is_protected
+        engine.abort(name)
+
+
+@pytest.mark.parametrize(("share", "number"), [(0.0, 0), (1.0, 2)])
+def test_the_load_tells_who_would_give_up_a_slot(share: float, number: int) -> None:
+    engine = CheckedEngine(max_num_seqs=3, settings={"max_wasted_share": share})
+    busy_with_batch(engine, 2)
+    engine.add("urgent", 100, 50, INTERACTIVE)
+    while not engine.seen["urgent"].tokens:
+        engine.step()
+    load = engine.scheduler.load(engine.clock())
+    assert load.yielding == number
+    assert load.yielding_tokens == sum(
+        engine.seen[name].request.num_computed_tokens for name in ("batch0", "batch1")[:number]
+    )
