@@ -166,21 +166,24 @@ DUE_EDGES_S = (0.0, *(0.05 * 1.5**power for power in range(23)), math.inf)
 class EngineLoad:
     """What an engine has to do, and how fast it is.
 
-    `running`, `waiting`: sequences with and without a slot; `slots`: sequences that a step may run. `prefill_tokens`:
-    prompt tokens still to compute; `output_tokens`: tokens that all answers may still get. `kv_tokens`: what the KV
-    cache holds at most; `kv_free_tokens`: what of it is free. `yielding`: sequences that would give up their slots to a
-    deadline now; `yielding_tokens`: what they have in the KV cache.
+    `running`, `waiting`: sequences with and without a slot; `waiting_promised`: of the latter, those that have a TTFT
+    target; `slots`: sequences that a step may run. `prefill_tokens`: prompt tokens still to compute; `output_tokens`:
+    tokens that all answers may still get. `kv_tokens`: what the KV cache holds at most; `kv_free_tokens`: what of it is
+    free. `yielding`: sequences that would give up their slots to a deadline now; `yielding_tokens`: what they have in
+    the KV cache.
 
     Learned, in seconds, 0.0 where nothing is known yet: `decode_s`: a step of the present decodes alone; `step_s`: the
     longest that a step should take; `token_s`: what a prompt token adds to a step; `pair_s`: what each pair of tokens
-    in a prompt's attention adds. `ahead`: seconds of prefill that are due by each of `DUE_EDGES_S`, cumulative.
-    `arriving`: seconds of prefill that it computed per second of late, for requests that had at most so long when they
-    came, cumulative: what comes before a request that has longer, though it comes later. `slack`: by how much first
-    tokens that are due by each of the edges or later will be in time at least; infinite for none.
+    in a prompt's attention adds; `life_s`: how long sequences have a slot. `ahead`: seconds of prefill that are due by
+    each of `DUE_EDGES_S`, cumulative. `arriving`: seconds of prefill that it computed per second of late, for requests
+    that had at most so long when they came, cumulative: what comes before a request that has longer, though it comes
+    later. `slack`: by how much first tokens that are due by each of the edges or later will be in time at least;
+    infinite for none.
     """
 
     running: int = 0
     waiting: int = 0
+    waiting_promised: int = 0
     slots: int = 0
     prefill_tokens: int = 0
     output_tokens: int = 0
@@ -192,6 +195,7 @@ class EngineLoad:
     step_s: float = 0.0
     token_s: float = 0.0
     pair_s: float = 0.0
+    life_s: float = 0.0
     ahead: tuple[float, ...] = (0.0,) * len(DUE_EDGES_S)
     arriving: tuple[float, ...] = (0.0,) * len(DUE_EDGES_S)
     slack: tuple[float, ...] = (math.inf,) * len(DUE_EDGES_S)

@@ -16,7 +16,7 @@ from typing import Any
 from app.types import DUE_EDGES_S, EngineLoad
 
 _PREFIX = "sluice-load."
-_TIMES = ("decode_s", "step_s", "token_s", "pair_s")
+_TIMES = ("decode_s", "step_s", "token_s", "pair_s", "life_s")
 _CURVES = {
     name: tuple(f"{_PREFIX}{name}{index}" for index in range(len(DUE_EDGES_S)))
     for name in ("ahead", "arriving", "slack")
@@ -26,6 +26,10 @@ _COUNTS = tuple(entry.name for entry in fields(EngineLoad) if entry.name not in 
 _PER_SECOND = {"pair_s": 10**18}
 _NANOSECONDS = 10**9
 _MOST = 2**63 - 1
+# How much longer than predicted prefills may take.
+_CAUTION = 1.2
+# Fewer ends tell nothing of how long sequences live.
+_LEAST_ENDS = 4.0
 # How long what came of late tells what will come.
 ARRIVALS_MEMORY_S = 10.0
 
@@ -77,6 +81,7 @@ def at_rest(load: EngineLoad, seconds: float) -> EngineLoad:
         load,
         running=0,
         waiting=0,
+        waiting_promised=0,
         prefill_tokens=0,
         output_tokens=0,
         kv_free_tokens=load.kv_tokens,
@@ -92,12 +97,13 @@ def at_rest(load: EngineLoad, seconds: float) -> EngineLoad:
 def slack_by_edges(work: Iterable[tuple[float, float, bool]], share: float) -> tuple[float, ...]:
     """`EngineLoad.slack` for prefills, each as (seconds until it is due, seconds that it takes, whether it counts).
 
-    `share`: of time that prefill gets. Those that will be late whatever comes are not counted.
+    `share`: of time that prefill gets. Work is taken to be a little more than it is thought to be. Those that will be
+    late whatever comes are not counted.
     """
     least = [math.inf] * len(DUE_EDGES_S)
     done = 0.0
     for due, seconds, counts in sorted(work):
-        done += seconds / share
+        done += _CAUTION * seconds / share
         if counts and due >= done:
             index = bisect.bisect_left(DUE_EDGES_S, due)
             least[index] = min(least[index], due - done)
@@ -136,3 +142,25 @@ class Arrivals:
             return (0.0,) * len(DUE_EDGES_S)
         rates = (tokens * token_s + pairs * pair_s for tokens, pairs in zip(self._tokens, self._pairs, strict=True))
         return tuple(itertools.accumulate(rate / full for rate in rates))
+
+
+class Lives:
+    """How long sequences have their slots: `EngineLoad.life_s`. What was `ARRIVALS_MEMORY_S` ago counts 1/e."""
+
+    def __init__(self) -> None:
+        self._ends = 0.0
+        self._lived_s = 0.0
+        self._told = -math.inf
+
+    def end(self) -> None:
+        """A sequence gave up its slot for good."""
+        self._ends += 1
+
+    def seconds(self, now: float, running: int) -> float:
+        """The mean of late, 0.0 while too few have ended; so many have run since the last call."""
+        if self._told > -math.inf:
+            keep = math.exp((self._told - now) / ARRIVALS_MEMORY_S)
+            self._lived_s = self._lived_s * keep + running * (now - self._told)
+            self._ends *= keep
+        self._told = now
+        return self._lived_s / self._ends if self._ends >= _LEAST_ENDS else 0.0

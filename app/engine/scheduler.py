@@ -40,7 +40,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from app.config import describe_validation_error
 from app.engine.counters import Counters, encode
-from app.engine.load import Arrivals, due_by_edges, encode_load, slack_by_edges
+from app.engine.load import Arrivals, Lives, due_by_edges, encode_load, slack_by_edges
 from app.engine.step_plan import (
     LATE_SIZE,
     LATE_STRETCH,
@@ -328,6 +328,7 @@ class DeadlineScheduler(Scheduler):
         self._stats_due = -math.inf
         self._load_due = -math.inf
         self._arrivals = Arrivals()
+        self._lives = Lives()
         # The longest that the last step should have taken.
         self._soft_s = math.inf
 
@@ -439,6 +440,7 @@ class DeadlineScheduler(Scheduler):
         return EngineLoad(
             running=len(self.running),
             waiting=len(waiting),
+            waiting_promised=sum(1 for request in waiting if self._tracks[request.request_id].has_deadline),
             slots=self.max_num_active_reqs,
             prefill_tokens=tokens,
             output_tokens=sum(max(0, one.max_tokens - one.num_output_tokens) for one in self.requests.values()),
@@ -450,6 +452,7 @@ class DeadlineScheduler(Scheduler):
             step_s=step_s,
             token_s=token_s,
             pair_s=pair_s,
+            life_s=self._lives.seconds(now, len(self.running)),
             ahead=due_by_edges((due, seconds) for due, seconds, _ in work),
             arriving=self._arrivals.per_second(now, token_s, pair_s),
             slack=slack_by_edges(work, share),
@@ -813,6 +816,8 @@ class DeadlineScheduler(Scheduler):
         self._with_target -= track.has_target
         self._tight.pop(request.request_id, None)
         self._lost.pop(request.request_id, None)
+        if track.tokens:
+            self._lives.end()
         if request.status == RequestStatus.FINISHED_ABORTED or track.tokens < 2:
             return
         if (track.last_token - track.first_token) / (track.tokens - 1) > track.tpot:

@@ -222,8 +222,10 @@ class Admission:
             return Admit(choice, self._later(demand))
         predicted = choice.prediction.ttft_s
         is_contended = choice.prediction.wait_s > _IDLE_SHARE * demand.ttft_s
-        if is_contended and predicted > self._config.admit_share(demand.service_class) * demand.ttft_s:
-            late = predicted - self._config.admit_share(demand.service_class) * demand.ttft_s
+        # What engines give in the last moment comes in time.
+        share = 1.0 if choice.prediction.takes_room else self._config.admit_share(demand.service_class)
+        if is_contended and predicted > share * demand.ttft_s:
+            late = predicted - share * demand.ttft_s
             return self._refuse("predicted_late", demand, now, predicted, late)
         if choice.prediction.delays_others:
             return self._refuse("others_late", demand, now, predicted)

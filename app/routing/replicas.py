@@ -79,11 +79,13 @@ class _Sent:
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """When a request's first token would be sent. `ttft_s`: after it was received; `wait_s`: of that, for others' work
-    that comes first; `delays_others`: first tokens that were promised and are due later would be late for it."""
+    that comes first; `delays_others`: first tokens that were promised and are due later would be late for it;
+    `takes_room`: what it lacks of slots and KV cache is taken from others for it when it would else be late."""
 
     ttft_s: float
     wait_s: float
     delays_others: bool = False
+    takes_room: bool = False
 
 
 class Overhead:
@@ -172,18 +174,21 @@ class Replica:
             return None
         own = _prefill_s(load, demand.prompt_tokens - cached, cached, demand.sequences)
         ahead, share = self._ahead(load, demand.order, now)
-        waiting = self._room_wait(load, demand)
         # Half of the step that is being computed.
         rest = 0.5 * (load.step_s if load.prefill_tokens else load.decode_s)
         work_s = _work_seconds(load, ahead + own, share, demand.order - now)
-        engine_s = rest + work_s + waiting
+        room_s, takes_room = self._room_wait(load, demand)
+        engine_s = rest + room_s + work_s
         wait_s = engine_s - max(own + load.decode_s, own / share)
         # What is due later is put off by this.
         put_off = own + sum(
             _prefill_s(load, one.uncached, one.demand.prompt_tokens - one.uncached, 1) for one in self.unseen()
         )
         slack = at_edge(load.slack, demand.order - self.taken) - (now - self.taken)
-        return Prediction(now - demand.received + engine_s + self.overhead.seconds, wait_s, put_off / share > slack)
+        ttft_s = now - demand.received + engine_s + self.overhead.seconds
+        if demand.ttft_s is not None and takes_room:
+            ttft_s = min(ttft_s, max(demand.ttft_s, ttft_s - room_s))
+        return Prediction(ttft_s, wait_s, put_off / share > slack, takes_room)
 
     def _ahead(self, load: EngineLoad, order: float, now: float) -> tuple[float, float]:
         """Seconds of prefill that come before a deadline, and the share of time that prefill gets."""
@@ -195,25 +200,21 @@ class Replica:
                 ahead += _prefill_s(load, sent.uncached, sent.demand.prompt_tokens - sent.uncached, 1)
         return ahead, share
 
-    def _room_wait(self, load: EngineLoad, demand: Demand) -> float:
-        """How long until there are a slot and KV blocks, at the rate at which answers end.
-
-        Engines take them from requests without targets for those that have one, as far as `yielding` goes.
-        """
-        unseen = [sent.demand for sent in self.unseen()]
-        taken = load.running + load.waiting + sum(one.sequences for one in unseen) + demand.sequences
-        tokens = demand.prompt_tokens + sum(one.prompt_tokens for one in unseen)
-        if demand.ttft_s is not None:
-            taken -= load.yielding
-            tokens -= load.yielding_tokens
-        missing = max(
-            (taken - load.slots) / max(1, load.running),
-            (tokens - load.kv_free_tokens) / max(1, load.kv_tokens - load.kv_free_tokens),
-        )
-        if missing <= 0 or not load.running:
-            return 0.0
-        remaining = load.output_tokens / max(1, load.running + load.waiting)
-        return missing * remaining * max(load.decode_s, load.step_s / 2)
+    def _room_wait(self, load: EngineLoad, demand: Demand) -> tuple[float, bool]:
+        """How long until there are a slot and KV blocks, at the rate at which answers end, and whether a request with a
+        target would be given what others have, at the last moment."""
+        is_promised = demand.ttft_s is not None
+        unseen = [sent.demand for sent in self.unseen() if not is_promised or sent.demand.ttft_s is not None]
+        waiting = load.waiting_promised if is_promised else load.waiting
+        slots = load.running + waiting + sum(one.sequences for one in unseen) + demand.sequences - load.slots
+        tokens = demand.prompt_tokens + sum(one.prompt_tokens for one in unseen) - load.kv_free_tokens
+        if (slots <= 0 and tokens <= 0) or not load.running:
+            return 0.0, False
+        missing = max(slots / load.running, tokens / max(1, load.kv_tokens - load.kv_free_tokens))
+        left_tokens = load.output_tokens / max(1, load.running + load.waiting)
+        life_s = load.life_s or left_tokens * (load.step_s if load.prefill_tokens else load.decode_s)
+        takes_room = is_promised and slots <= load.yielding and tokens <= load.yielding_tokens
+        return missing * life_s, takes_room
 
 
 def until(curve: Sequence[float], seconds: float) -> float:

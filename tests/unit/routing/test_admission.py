@@ -1,5 +1,6 @@
 """Who is dispatched, held, refused, and in which order."""
 
+import dataclasses
 from collections.abc import Iterable
 
 import pytest
@@ -80,7 +81,7 @@ class TestPrediction:
     def test_who_was_accepted_is_not_made_late_by_who_comes_later(self) -> None:
         desk = Desk()
         for pool in ("interactive", "batch"):
-            engine = load(ahead=due_by_edges([(8.0, 7.9)]), slack=slack_by_edges([(8.0, 7.9, True)], 1.0))
+            engine = load(ahead=due_by_edges([(8.0, 6.5)]), slack=slack_by_edges([(8.0, 6.5, True)], 1.0))
             tell(desk.fleet, pool, f"{pool}-0", engine)
         assert isinstance(desk.arrive(demand(prompt_tokens=50)), Admit)
         refusal = desk.arrive(demand(prompt_tokens=500))
@@ -92,6 +93,14 @@ class TestPrediction:
         spilled = desk.arrive(demand(prompt_tokens=500))
         assert isinstance(spilled, Admit)
         assert spilled.placement.pool == "batch"
+
+    def test_what_others_would_give_up_in_the_last_moment_is_no_reason_to_refuse(self) -> None:
+        desk = Desk()
+        full = load(running=16, slots=16, life_s=160.0)
+        tell(desk.fleet, "interactive", "interactive-0", full)
+        assert reasons([desk.arrive(demand(pools=HOME_ONLY))]) == ["predicted_late"]
+        tell(desk.fleet, "interactive", "interactive-0", dataclasses.replace(full, yielding=1))
+        assert isinstance(desk.arrive(demand(pools=HOME_ONLY)), Admit)
 
     def test_a_class_is_not_refused_for_want_of_what_it_cannot_use(self) -> None:
         desk = Desk()
