@@ -19,6 +19,8 @@ NAME_PATTERN = r"^[a-z][a-z0-9_]{0,31}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 ServiceTier = Literal["priority", "default", "flex"]
 
+_LEAST_ONGOING_REQUESTS = 256
+
 
 class ConfigModel(BaseModel):
     """Base of every configuration model: immutable, unknown keys refused, defaults checked too."""
@@ -138,10 +140,11 @@ class PoolConfig(ConfigModel):
     placement_group_strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = Field(
         "PACK", description="How the GPUs of a tensor-parallel replica are placed. Default: PACK."
     )
-    max_ongoing_requests: int = Field(
-        256,
+    max_ongoing_requests: int | None = Field(
+        None,
         ge=1,
-        description="Requests that one replica holds at once, running or waiting in its engine. Default: 256.",
+        description="Requests that one replica holds at once, running or waiting in its engine. Those with a target "
+        "wait there for slots of those without one. Default: twice the engine's `max_num_seqs`, at least 256.",
     )
     max_queued_requests: int = Field(
         1024,
@@ -163,6 +166,11 @@ class PoolConfig(ConfigModel):
         description="Share of each replica's `max_num_seqs` that is kept for a class: others leave it free. So a class "
         "that matters finds room, and a class that matters less is not starved. Default: none.",
     )
+
+    @property
+    def most_ongoing_requests(self) -> int:
+        """Requests that one replica holds at once."""
+        return self.max_ongoing_requests or max(_LEAST_ONGOING_REQUESTS, 2 * self.engine.max_num_seqs)
 
     @field_validator("reserve")
     @classmethod

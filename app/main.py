@@ -138,7 +138,7 @@ def _pool(name: str, config: SluiceConfig, pool: PoolConfig) -> serve.Applicatio
         name=name,
         num_replicas=pool.num_replicas,
         # Each ingress replica has a channel to each replica, which Serve counts as one more request.
-        max_ongoing_requests=pool.max_ongoing_requests + config.ingress.num_replicas,
+        max_ongoing_requests=pool.most_ongoing_requests + config.ingress.num_replicas,
         max_queued_requests=pool.max_queued_requests,
         # The ingress's tells the same, once.
         logging_config={"enable_access_log": False},

@@ -179,6 +179,8 @@ class EngineLoad:
     that had at most so long when they came, cumulative: what comes before a request that has longer, though it comes
     later. `slack`: by how much first tokens that are due by each of the edges or later will be in time at least;
     infinite for none.
+
+    `unseen_s`: how long ago, in seconds, it last looked for new requests.
     """
 
     running: int = 0
@@ -196,6 +198,7 @@ class EngineLoad:
     token_s: float = 0.0
     pair_s: float = 0.0
     life_s: float = 0.0
+    unseen_s: float = 0.0
     ahead: tuple[float, ...] = (0.0,) * len(DUE_EDGES_S)
     arriving: tuple[float, ...] = (0.0,) * len(DUE_EDGES_S)
     slack: tuple[float, ...] = (math.inf,) * len(DUE_EDGES_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import math
 import os
@@ -46,6 +47,9 @@ async def _drive(server: arms.Server, endpoint: Endpoint, scenario: Scenario, se
     warm = Scenario("warm-up", [Source(kind, 6.0) for kind in kinds], seconds=4)
     await Generator(endpoint, warm, seed + 1).run()
     generator = Generator(endpoint, scenario, seed)
+    # Pauses of the client would be taken for the server's.
+    gc.collect()
+    gc.freeze()
 
     async def kill() -> None:
         assert scenario.kills_at is not None

@@ -16,7 +16,7 @@ from typing import Any
 from app.types import DUE_EDGES_S, EngineLoad
 
 _PREFIX = "sluice-load."
-_TIMES = ("decode_s", "step_s", "token_s", "pair_s", "life_s")
+_TIMES = ("decode_s", "step_s", "token_s", "pair_s", "life_s", "unseen_s")
 _CURVES = {
     name: tuple(f"{_PREFIX}{name}{index}" for index in range(len(DUE_EDGES_S)))
     for name in ("ahead", "arriving", "slack")
@@ -84,6 +84,7 @@ def at_rest(load: EngineLoad, seconds: float) -> EngineLoad:
         waiting_promised=0,
         prefill_tokens=0,
         output_tokens=0,
+        unseen_s=0.0,
         kv_free_tokens=load.kv_tokens,
         decode_s=0.0,
         yielding=0,

@@ -321,6 +321,8 @@ class DeadlineScheduler(Scheduler):
         # Steps whose output is not here yet: (work, when it was scheduled).
         self._in_flight: deque[tuple[StepWork, float]] = deque()
         self._last_end = -math.inf
+        # When a step was last planned, with the requests that had come until then.
+        self._last_looked = math.inf
         # When the output that is being read came.
         self._received = -math.inf
         self._allotted: dict[str, int] = {}
@@ -360,7 +362,7 @@ class DeadlineScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """The next step."""
-        now = self.clock()
+        now = self._last_looked = self.clock()
         prefilling = [request for request in self.running if request.is_prefill_chunk]
         if not self._with_target or self._pause_state == PauseState.PAUSED_ALL:
             self.policy = SchedulingPolicy.FCFS
@@ -453,6 +455,7 @@ class DeadlineScheduler(Scheduler):
             token_s=token_s,
             pair_s=pair_s,
             life_s=self._lives.seconds(now, len(self.running)),
+            unseen_s=max(0.0, now - self._last_looked),
             ahead=due_by_edges((due, seconds) for due, seconds, _ in work),
             arriving=self._arrivals.per_second(now, token_s, pair_s),
             slack=slack_by_edges(work, share),

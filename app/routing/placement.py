@@ -132,11 +132,11 @@ class Fleet:
             del known[gone]
             self._prefixes.forget(gone)
         # More than Serve lets a replica have would wait for it where nobody sees them.
-        most = int(self._config.pools[pool].max_ongoing_requests / (1 + _ENGINE_QUEUE_SHARE))
-        slots = max(1, min(self._config.pools[pool].engine.max_num_seqs, most))
+        most = self._config.pools[pool].most_ongoing_requests
+        slots = max(1, min(self._config.pools[pool].engine.max_num_seqs, int(most / (1 + _ENGINE_QUEUE_SHARE))))
         for replica_id in replica_ids:
             if replica_id not in known:
-                known[replica_id] = Replica(replica_id, pool, slots, self._overheads[pool], self._loose)
+                known[replica_id] = Replica(replica_id, pool, slots, most, self._overheads[pool], self._loose)
 
     def learn(self, pool: str, state: ReplicaState, taken: float) -> None:
         """A replica told its state as of `taken`, on this clock."""
@@ -257,7 +257,7 @@ class Fleet:
             for name, count in counts.items()
             if name in self._loose
         )
-        return total - yielding + demand.sequences + kept <= replica.slots
+        return total - yielding + demand.sequences + kept <= replica.slots and total + demand.sequences <= replica.most
 
     def _kept_for_others(self, replica: Replica, own: str, counts: Tally[str]) -> int:
         reserve = self._config.pools[replica.pool].reserve

@@ -26,8 +26,8 @@ _ON_THE_WAY_S = 0.04
 _RESIDUALS = 64
 # The first ones are slow for reasons of their own.
 _LEAST_RESIDUALS = 8
-# Of a fixed point that is found to some percent after so many.
-_ROUNDS = 4
+# How finely the time until a deadline is looked at.
+_WINDOW_STEPS = 16
 # Until outputs of a class have been seen, and where requests don't say how much they want.
 _EXPECTED_OUTPUT_TOKENS = 256
 
@@ -104,12 +104,14 @@ class Overhead:
 
 @dataclass(slots=True)
 class Replica:
-    """One replica. `slots`: sequences that its steps may run; `loose`: classes without a TTFT target; `is_lost`: it
-    stopped answering; `pressed`: when a request with a target would last have waited for long there."""
+    """One replica. `slots`: sequences that its steps may run; `most`: that it may have; `loose`: classes without a TTFT
+    target; `is_lost`: it stopped answering; `pressed`: when a request with a target would last have waited for long
+    there."""
 
     replica_id: str
     pool: str
     slots: int
+    most: int
     overhead: Overhead
     loose: frozenset[str] = frozenset()
     state: ReplicaState | None = None
@@ -144,7 +146,8 @@ class Replica:
 
     def unseen(self) -> Iterator[_Sent]:
         """What this ingress sent and the state does not show yet."""
-        newest = self.taken - _ON_THE_WAY_S
+        load = self.state.load if self.state is not None else None
+        newest = self.taken - _ON_THE_WAY_S - (load.unseen_s if load is not None else 0.0)
         for sent in reversed(self.sent.values()):
             if sent.at <= newest:
                 return
@@ -239,13 +242,19 @@ def _work_seconds(load: EngineLoad, work: float, share: float, window: float) ->
     """How long so many seconds of prefill take, with what comes later and goes first.
 
     `share`: of time that prefill gets; `window`: until the work is due. Of what will come, that goes first which will
-    have less time than is left of the window then; halfway through the work stands for all of it.
+    have less time than is left of the window then.
     """
-    seconds = max(work + load.decode_s, work / share)
-    for _ in range(_ROUNDS):
-        overtaking = until(load.arriving, window - seconds / 2)
-        seconds = max(work + load.decode_s, work / max(MIN_PREFILL_SHARE * share, share - overtaking))
-    return seconds
+    least = max(work + load.decode_s, work / share)
+    if window <= 0 or not load.arriving[-1]:
+        return least
+    step, left = window / _WINDOW_STEPS, work
+    for index in range(_WINDOW_STEPS):
+        overtaking = until(load.arriving, window - (index + 0.5) * step)
+        rate = max(MIN_PREFILL_SHARE * share, share - overtaking)
+        if left <= rate * step:
+            return max(least, index * step + left / rate)
+        left -= rate * step
+    return max(least, window + left / share)
 
 
 def _prefill_s(load: EngineLoad, tokens: int, depth: int, sequences: int) -> float:

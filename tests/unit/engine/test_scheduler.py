@@ -326,10 +326,12 @@ def test_the_load_tells_what_there_is_to_do_by_when() -> None:
     engine = CheckedEngine(max_num_batched_tokens=512)
     busy_with_batch(engine, 2)
     engine.add("long", 8000, 5, LONG)
+    begun = engine.clock()
     engine.step()
     engine.add("urgent", 200, 5, INTERACTIVE)
     load = engine.scheduler.load(engine.clock())
-    assert (load.running, load.waiting) == (3, 1)
+    assert load.unseen_s == pytest.approx(engine.clock() - begun)
+    assert (load.running, load.waiting, load.waiting_promised) == (3, 1, 1)
     assert 7000 < load.prefill_tokens <= 8200
     # The urgent one's work is due within its half second, the long one's within ten.
     early, late = until(load.ahead, 0.7), until(load.ahead, 15.0)

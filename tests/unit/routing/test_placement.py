@@ -174,6 +174,7 @@ class TestRoom:
     def test_no_replica_gets_more_than_serve_lets_it_have(self, batch: int, fits: bool) -> None:
         fleet = self.fleet(fleet_config(pools__interactive__max_ongoing_requests=8), batch=batch)
         assert isinstance(fleet.choose(demand("batch", pools=("interactive",)), 0.0), Placement) is fits
+        assert isinstance(fleet.choose(demand(pools=("interactive",)), 0.0), Placement) is fits
 
     def test_where_those_with_targets_wait_long_only_floors_are_open_to_those_without(self) -> None:
         fleet = a_fleet(fleet_config(pools__batch__reserve={"batch": 0.125}), batch=1)

@@ -136,6 +136,15 @@ class TestPredictions:
         assert patient.ttft_s == pytest.approx(0.025 + 4.0)
         assert patient.wait_s == pytest.approx(0.025 + 3.0)
 
+    def test_work_that_what_comes_later_leaves_no_time_for_is_done_when_it_is_due(self) -> None:
+        # All of the time goes to requests that have 2 s.
+        _, busy = replica(load(arriving=due_by_edges([(2.0, 1.0)])))
+        for tokens in (5_000, 10_000, 15_000):
+            prediction = busy.predict(demand(prompt_tokens=tokens, ttft_s=20.0), 0, 0.0)
+            assert prediction is not None
+            # Only in the last 2 s there is none that has less.
+            assert prediction.ttft_s == pytest.approx(20.0 - 2.0 + (tokens / 1000 - 0.1 * 18.0), rel=0.1)
+
     def test_what_was_sent_since_the_state_counts_until_a_state_shows_it(self) -> None:
         fleet, idle = replica(load())
         sent = demand(prompt_tokens=500)
@@ -143,6 +152,9 @@ class TestPredictions:
         prediction = idle.predict(demand(prompt_tokens=100), 0, 0.0)
         assert prediction is not None
         assert prediction.ttft_s == pytest.approx(0.6)
+        assert idle.outstanding_tokens() == 510
+        # A step that had begun before does not show it when it ends.
+        tell(fleet, "interactive", "interactive-0", load(unseen_s=1.0), 1.0)
         assert idle.outstanding_tokens() == 510
         tell(fleet, "interactive", "interactive-0", load(), 1.0, interactive=1)
         assert idle.outstanding_tokens() == 0
