@@ -28,6 +28,8 @@ def test_the_smallest_configuration_gets_documented_defaults() -> None:
     pool = config.pools["interactive"]
     assert pool.executor == CpuExecutor(kind="cpu", threads=1)
     assert (pool.num_replicas, pool.num_gpus, pool.engine.enable_prefix_caching) == (1, 0.0, True)
+    # Who waits for another's slot does so in the engine.
+    assert pool.most_ongoing_requests >= 2 * pool.engine.max_num_seqs
     assert config.tracing.exporter is None
 
 
