@@ -51,11 +51,14 @@ class Ingress:
         from app.api.ingress import build_app
         from app.api.keys import KeyStore
         from app.engine.render import Renderer
-        from app.pools.client import HealthWatch, Peers, PoolClient
+        from app.pools.client import HealthWatch, Peers, PoolClient, listening_host
         from app.pools.dispatcher import Dispatcher
+        from app.serve_file import check_reach
         from app.telemetry.metrics import RequestMetrics
         from app.telemetry.tracing import Tracing
 
+        # Serve keeps listening where it did when it was started, whatever a later config file says.
+        check_reach(await asyncio.to_thread(listening_host), config)
         self._config = config
         self._tracing = Tracing(config.tracing, role="ingress")
         renderer = Renderer(config)

@@ -186,7 +186,7 @@ def _check_document(path: Path, document: Any) -> ServeFile:
             known = ", ".join(f"`{name}`" for name in [*config.pools, "ingress"])
             where = f"applications.0.deployments.{index}.name"
             raise ConfigError(f"{where}: no deployment is called `{deployment.name}`; there are {known}")
-    _check_reach(schema.http_options.host, config)
+    check_reach(schema.http_options.host, config)
     return ServeFile(
         path=path,
         host=schema.http_options.host,
@@ -199,8 +199,12 @@ def _check_document(path: Path, document: Any) -> ServeFile:
     )
 
 
-def _check_reach(host: str, config: SluiceConfig) -> None:
-    """Without API keys the server is for this machine only."""
+def check_reach(host: str, config: SluiceConfig) -> None:
+    """Without API keys the server is for this machine only.
+
+    Raises:
+        ConfigError: it would be for others, and there are none.
+    """
     has_keys = config.keys.file is not None or os.environ.get(config.keys.environment)
     if not has_keys and not _is_loopback(host):
         raise ConfigError(

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from app.errors import AcceptTimeout, InternalError, PoolSaturated, PoolUnavailable, ReplicaLost, RequestError
@@ -285,6 +286,13 @@ class PoolClient:
         # A replica that cannot be told any more has lost the answer anyway.
         with contextlib.suppress(RequestError), _ray_errors(self.name):
             await self._pause.remote(request)
+
+
+def listening_host() -> str:
+    """The address at which Ray Serve listens for requests, as it was started. Blocks for a moment."""
+    client = _get_global_client()
+    assert client is not None
+    return client.http_config.host or "127.0.0.1"
 
 
 class HealthWatch:

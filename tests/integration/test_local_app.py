@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from app.pools.client import listening_host
 from tests.integration.conftest import LocalApp
 from tests.support.metrics import scrape, settled_total, total
 from tests.support.serving import get, wait_for
@@ -47,6 +48,10 @@ SCHEMA: Any = {
         },
     },
 }
+
+
+def test_serve_tells_where_it_listens(local_app: LocalApp) -> None:
+    assert f"//{listening_host()}:" in local_app.url
 
 
 def test_a_chat_answer_tells_where_its_time_went(local_app: LocalApp) -> None:
