@@ -178,7 +178,7 @@ class Replica:
         own = _prefill_s(load, demand.prompt_tokens - cached, cached, demand.sequences)
         ahead, share = self._ahead(load, demand.order, now)
         # Half of the step that is being computed.
-        rest = 0.5 * (load.step_s if load.prefill_tokens else load.decode_s)
+        rest = 0.5 * max(load.decode_s, min(load.step_s, load.decode_s + load.ahead[-1]))
         work_s = _work_seconds(load, ahead + own, share, demand.order - now)
         room_s, takes_room = self._room_wait(load, demand)
         engine_s = rest + room_s + work_s
@@ -245,7 +245,8 @@ def _work_seconds(load: EngineLoad, work: float, share: float, window: float) ->
     have less time than is left of the window then.
     """
     least = max(work + load.decode_s, work / share)
-    if window <= 0 or not load.arriving[-1]:
+    # What is computed in the next step is not overtaken any more.
+    if window <= 0 or work <= load.step_s - load.decode_s or not load.arriving[-1]:
         return least
     step, left = window / _WINDOW_STEPS, work
     for index in range(_WINDOW_STEPS):

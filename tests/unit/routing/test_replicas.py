@@ -124,7 +124,14 @@ class TestPredictions:
         _, busy = replica(load(ahead=due_by_edges([(20.0, 9.0)])))
         prediction = busy.predict(demand(prompt_tokens=300), 0, 0.0)
         assert prediction is not None
-        assert prediction.ttft_s == pytest.approx(0.3)
+        # But for the rest of a step of 50 ms.
+        assert prediction.ttft_s == pytest.approx(0.325)
+
+    def test_what_is_computed_in_the_next_step_is_not_overtaken(self) -> None:
+        _, busy = replica(load(arriving=due_by_edges([(0.1, 0.9)])))
+        prediction = busy.predict(demand(prompt_tokens=40), 0, 0.0)
+        assert prediction is not None
+        assert prediction.ttft_s == pytest.approx(0.04)
 
     def test_what_will_come_later_and_go_first_counts(self) -> None:
         # For half of the time there is prefill of requests that have 2 s.
