@@ -246,14 +246,15 @@ def _work_seconds(load: EngineLoad, work: float, share: float, window: float) ->
     """
     least = max(work + load.decode_s, work / share)
     # What is computed in the next step is not overtaken any more.
-    if window <= 0 or work <= load.step_s - load.decode_s or not load.arriving[-1]:
+    begin, left = load.step_s, work - max(0.0, load.step_s - load.decode_s)
+    if window <= begin or left <= 0 or not load.arriving[-1]:
         return least
-    step, left = window / _WINDOW_STEPS, work
+    step = (window - begin) / _WINDOW_STEPS
     for index in range(_WINDOW_STEPS):
-        overtaking = until(load.arriving, window - (index + 0.5) * step)
+        overtaking = until(load.arriving, window - begin - (index + 0.5) * step)
         rate = max(MIN_PREFILL_SHARE * share, share - overtaking)
         if left <= rate * step:
-            return max(least, index * step + left / rate)
+            return max(least, begin + index * step + left / rate)
         left -= rate * step
     return max(least, window + left / share)
 
