@@ -106,7 +106,11 @@ def _ray_llm(profile: str, scale: float, port: int) -> dict[str, Any]:
         "model_loading_config": {"model_id": MODEL_NAME, "model_source": str(builtin_model_path(_MODEL))},
         "accelerator_config": {"kind": "cpu"},
         "deployment_config": {"num_replicas": GPUS, "ray_actor_options": {"num_cpus": 0.2}},
-        "engine_kwargs": {**_engine(256, 8192), **simulated},
+        "engine_kwargs": _engine(256, 8192),
+        "callback_config": {
+            "callback_class": "scripts.fleet.ray_llm.SimulatedGpus",
+            "callback_kwargs": {"engine_args": simulated},
+        },
     }
     ingress = {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0.2}}
     args = {"llm_configs": [config], "ingress_deployment_config": ingress}
