@@ -25,7 +25,7 @@ import psutil
 import uvloop
 
 from app.engine.step_cost import load_profile
-from scripts.fleet.arms import TITLES, command
+from scripts.fleet.arms import READY, TITLES, command
 from scripts.fleet.load import Endpoint, Generator, Outcome
 from scripts.fleet.scenarios import BATCH, CHAT, Scenario, Source, scenarios
 from scripts.streaming import arms
@@ -141,7 +141,8 @@ def run_arm(arm: str, scenario: Scenario, options: argparse.Namespace, folder: P
     environment = {"PYTHONPATH": str(arms.ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if scenario.keys:
         environment["SLUICE_API_KEYS"] = ",".join(f"{key}={key}" for key in sorted(scenario.keys))
-    started = arms.started(arm, command(arm, _PROFILE, options.time_scale, port, folder), environment, port, folder)
+    command_line = command(arm, _PROFILE, options.time_scale, port, folder)
+    started = arms.started(arm, command_line, environment, port, folder, READY.get(arm, ""))
     with started as server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         endpoint = Endpoint(port, arms.MODEL_NAME, options.time_scale, arm != "ray-llm")
         outcomes = runner.run(_drive(server, endpoint, scenario, options.seed))

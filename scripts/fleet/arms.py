@@ -20,6 +20,8 @@ TITLES = {
     "ray-llm": "ray.serve.llm, three replicas",
     "all-batch": "all GPUs given to batch",
 }
+# One replica of ray.serve.llm answers before the others are there.
+READY = {"ray-llm": "is ready at"}
 # What the dials of the interactive class are set to, by arm.
 DIALS: dict[str, dict[str, Any]] = {
     "latency": {"preset": "latency"},
@@ -106,6 +108,7 @@ def _ray_llm(profile: str, scale: float, port: int) -> dict[str, Any]:
         "model_loading_config": {"model_id": MODEL_NAME, "model_source": str(builtin_model_path(_MODEL))},
         "accelerator_config": {"kind": "cpu"},
         "deployment_config": {"num_replicas": GPUS, "ray_actor_options": {"num_cpus": 0.2}},
+        "placement_group_config": {"bundles": [{"CPU": 0.2}]},
         "engine_kwargs": _engine(256, 8192),
         "callback_config": {
             "callback_class": "scripts.fleet.ray_llm.SimulatedGpus",
