@@ -14,8 +14,10 @@ import math
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,14 +25,16 @@ from typing import Any
 
 import psutil
 import uvloop
+import yaml
 
 from app.engine.step_cost import load_profile
-from scripts.fleet.arms import READY, TITLES, command
+from scripts.fleet.arms import TITLES, command
 from scripts.fleet.load import Endpoint, Generator, Outcome
 from scripts.fleet.scenarios import BATCH, CHAT, Scenario, Source, scenarios
 from scripts.streaming import arms
 
 _PROFILE = "h100-llama-3.1-8b"
+_REPLICAS_TIMEOUT_S = 300.0
 
 
 def _victim(server: arms.Server) -> psutil.Process:
@@ -135,15 +139,34 @@ def _tokens_within(outcome: Outcome, begin: float, end: float) -> float:
     return total
 
 
+def _wait_for_all_replicas() -> None:
+    """One replica of ray.serve.llm answers before the others are there.
+
+    Raises:
+        RuntimeError: they did not come.
+    """
+    # A cluster that `serve run` starts wants its token.
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    status = [str(Path(sys.executable).with_name("serve")), "status", "--name", "llm"]
+    deadline = time.monotonic() + _REPLICAS_TIMEOUT_S
+    while time.monotonic() < deadline:
+        told = subprocess.run(status, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        if told.returncode == 0 and yaml.safe_load(told.stdout)["status"] == "RUNNING":
+            return
+        time.sleep(2.0)
+    raise RuntimeError(f"ray.serve.llm's replicas did not start: {told.stdout[-2000:]}{told.stderr[-500:]}")
+
+
 def run_arm(arm: str, scenario: Scenario, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One arm under one scenario, started afresh."""
     port = arms.free_port()
     environment = {"PYTHONPATH": str(arms.ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     if scenario.keys:
         environment["SLUICE_API_KEYS"] = ",".join(f"{key}={key}" for key in sorted(scenario.keys))
-    command_line = command(arm, _PROFILE, options.time_scale, port, folder)
-    started = arms.started(arm, command_line, environment, port, folder, READY.get(arm, ""))
+    started = arms.started(arm, command(arm, _PROFILE, options.time_scale, port, folder), environment, port, folder)
     with started as server, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if arm == "ray-llm":
+            _wait_for_all_replicas()
         endpoint = Endpoint(port, arms.MODEL_NAME, options.time_scale, arm != "ray-llm")
         outcomes = runner.run(_drive(server, endpoint, scenario, options.seed))
     if options.outcomes:

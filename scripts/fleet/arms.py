@@ -20,8 +20,6 @@ TITLES = {
     "ray-llm": "ray.serve.llm, three replicas",
     "all-batch": "all GPUs given to batch",
 }
-# One replica of ray.serve.llm answers before the others are there.
-READY = {"ray-llm": "is ready at"}
 # What the dials of the interactive class are set to, by arm.
 DIALS: dict[str, dict[str, Any]] = {
     "latency": {"preset": "latency"},
