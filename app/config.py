@@ -476,6 +476,12 @@ class IngressConfig(ConfigModel):
         description="How long, in seconds, a client may leave a stream unread before its request is cancelled. "
         "Counted from when nothing more fits between here and the client. Default: 60.",
     )
+    kept_requests: int = Field(
+        2000,
+        ge=0,
+        description="How many of the last requests one ingress replica can tell about: `GET /v1/requests/{id}`. "
+        "Each takes about 1 KiB. Default: 2000.",
+    )
     resume_window_s: float = Field(
         30.0,
         gt=0,

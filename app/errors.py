@@ -22,9 +22,12 @@ RequestError                     an HTTP status, an OpenAI error body and an out
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 from app.types import Outcome
+
+_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 # Until the time that a pool needs is known.
 _RETRY_AFTER_S = 1.0
@@ -60,6 +63,12 @@ class RequestError(Exception):
         self.param = param
         self.details = details
         self.retry_after = _RETRY_AFTER_S if retry_after is None and self.retryable else retry_after
+
+    @property
+    def reason(self) -> str:
+        """Why, in one word of a small vocabulary: what `details` say, else the error's name, `like_this`."""
+        given = (self.details or {}).get("reason")
+        return given if given is not None else _CAPITAL.sub("_", type(self).__name__).lower()
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI and vLLM write it."""

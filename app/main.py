@@ -68,7 +68,7 @@ class Ingress:
         }
         dispatcher = Dispatcher(config, pools)
         health = HealthWatch(serve.get_replica_context().app_name, list(pools))
-        metrics = RequestMetrics(config.classes)
+        metrics = RequestMetrics(config.classes, dispatcher.admission.held_by_class)
         self._gauges = asyncio.create_task(metrics.keep_gauges())
         # Alone, a replica knows all requests.
         ask = Peers(serve.get_replica_context().app_name, "ingress").ask if config.ingress.num_replicas > 1 else None
@@ -91,6 +91,10 @@ class Ingress:
     async def cancel_request(self, request_id: str, key: str) -> bool | None:
         """For other ingress replicas: cancel a caller's request, if it is here; else None."""
         return self._app.requests.cancel(request_id, key) or None
+
+    async def describe_request(self, request_id: str, key: str) -> Any:
+        """For other ingress replicas: what is known of a caller's request, if it is or was here; else None."""
+        return self._app.everywhere.describe_here(request_id, key)
 
     async def read_request(self, request_id: str, key: str, last: int) -> Any:
         """For other ingress replicas: what came of a resumable stream after an event, if it is here; else None."""

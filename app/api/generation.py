@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -43,6 +43,7 @@ from app.errors import (
 )
 from app.routing.classify import classify
 from app.routing.keys import Caller, Grant, Keys
+from app.telemetry.record import RequestRecord
 from app.telemetry.timeline import read_clock, server_timing, with_facts
 from app.telemetry.tracing import Tracing, carrier_from_headers, end_span, mark_outcome
 from app.types import UNKNOWN, ClockReading, Head, JsonObject, Outcome, Rendered, Route, Tail, Timeline
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from app.pools.client import PoolClient, ReplicaStream
     from app.pools.dispatcher import Dispatcher, Ticket
     from app.telemetry.metrics import RequestMetrics
+    from app.telemetry.record import RecordSink
 
 logger = logging.getLogger("sluice.ingress")
 
@@ -105,7 +107,18 @@ class _Exchange:
     is_cancelled: bool = False
     outcome: Outcome = "failed"
     error_type: str | None = None
+    reason: str = ""
     lost: bool = False
+    home_pool: str = UNKNOWN
+    replica_id: str = ""
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    predicted_ttft_s: float | None = None
+    predicted_wait_s: float | None = None
+    attempts: int = 0
+    steps: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    is_slow_reader: bool = False
     attributes: dict[str, str | int | float | bool] = field(default_factory=dict)
 
 
@@ -120,6 +133,7 @@ class Generation:
         dispatcher: Dispatcher,
         tracing: Tracing,
         metrics: RequestMetrics,
+        sinks: Sequence[RecordSink],
         readers: ReaderWatch,
         keys: Keys,
         preparation: Preparation,
@@ -131,6 +145,7 @@ class Generation:
         self._dispatcher = dispatcher
         self._tracing = tracing
         self._metrics = metrics
+        self._sinks = sinks
         self._readers = readers
         self._keys = keys
         self._preparation = preparation
@@ -197,8 +212,7 @@ class Generation:
             if not self._readers.gave_up(exchange.responder):
                 raise
             # The server closes the connection, as the answer is not complete.
-            exchange.attributes["sluice.slow_reader"] = True
-            self._metrics.slow_reader(exchange.service_class)
+            exchange.attributes["sluice.slow_reader"] = exchange.is_slow_reader = True
         except RequestError as error:
             await self._fail(exchange, error)
         except Exception:
@@ -251,21 +265,20 @@ class Generation:
         )
         timeline.rendered = time.monotonic()
         timeline.prompt_tokens = prepared.rendered.prompt_tokens
-        self._classified(exchange, prepared)
+        self._classified(config, exchange, prepared)
         exchange.grant = self._keys.take(exchange.caller, prepared.demand.tokens, time.monotonic())
 
-        attempts = 0
         while True:
-            attempts += 1
+            exchange.attempts += 1
             ticket, prepared = await self._admit(config, exchange, prepared)
             try:
                 await self._serve(config, exchange, ticket, prepared)
                 return
             except (ReplicaLost, PoolUnavailable):
                 # Nothing of the answer has left, so another replica can give it.
-                if exchange.responder.started or attempts >= _MOST_ATTEMPTS:
+                if exchange.responder.started or exchange.attempts >= _MOST_ATTEMPTS:
                     raise
-                exchange.attributes["sluice.attempts"] = attempts + 1
+                exchange.attributes["sluice.attempts"] = exchange.attempts + 1
                 if exchange.stream is not None and exchange.stream.replica_id is not None:
                     ticket.lost()
                 exchange.stream = None
@@ -291,10 +304,11 @@ class Generation:
                 continue
             exchange.responder.add_headers({"x-sluice-degraded": ", ".join(lesser.steps)})
             exchange.attributes["sluice.degraded"] = ", ".join(lesser.steps)
+            exchange.steps = lesser.steps
             exchange.timeline.prompt_tokens = lesser.rendered.prompt_tokens
             if lesser.demand.service_class != name:
                 self._metrics.left(name)
-                self._classified(exchange, lesser)
+                self._classified(config, exchange, lesser)
             return ticket, lesser
         raise refusal
 
@@ -318,7 +332,7 @@ class Generation:
         exchange.stream = stream
         try:
             await stream.accepted(client.accept_timeout_s)
-            exchange.attributes["sluice.replica"] = stream.replica_id or ""
+            exchange.attributes["sluice.replica"] = exchange.replica_id = stream.replica_id or ""
             await self._relay(exchange, stream, ticket)
         except BaseException:
             stream.cancel()
@@ -332,14 +346,19 @@ class Generation:
         exchange.attributes["sluice.pool"] = placement.pool
         exchange.attributes["sluice.spilled"] = placement.spilled
         if placement.prediction is not None:
+            exchange.predicted_ttft_s = placement.prediction.ttft_s
+            exchange.predicted_wait_s = placement.prediction.wait_s
             predicted_ms = placement.prediction.ttft_s * 1000
             exchange.attributes["sluice.predicted_ttft_ms"] = round(predicted_ms, 1)
             exchange.responder.add_headers({"x-sluice-predicted-ttft-ms": f"{predicted_ms:.0f}"})
 
-    def _classified(self, exchange: _Exchange, prepared: Prepared) -> None:
+    def _classified(self, config: SluiceConfig, exchange: _Exchange, prepared: Prepared) -> None:
         demand, rendered, notes = prepared.demand, prepared.rendered, prepared.notes
         # Until it is placed, the pool that it was meant for.
         exchange.service_class, exchange.pool = demand.service_class, demand.pools[0]
+        exchange.home_pool, exchange.notes = demand.pools[0], notes
+        exchange.ttft_target_s = demand.ttft_s
+        exchange.tpot_target_s = config.classes[demand.service_class].targets.tpot_s
         self._metrics.entered(exchange.service_class)
         exchange.responder.add_headers({"x-sluice-class": exchange.service_class, "x-sluice-pool": exchange.pool})
         exchange.attributes.update({"sluice.class": exchange.service_class, "sluice.pool": exchange.pool})
@@ -386,6 +405,7 @@ class Generation:
 
     async def _fail(self, exchange: _Exchange, error: RequestError) -> None:
         exchange.outcome, exchange.error_type = error.outcome, error.kind
+        exchange.reason = error.reason
         exchange.lost = isinstance(error, ReplicaLost)
         try:
             if exchange.responder.started:
@@ -428,7 +448,33 @@ class Generation:
             self._keys.release(exchange.grant, timeline.prompt_tokens + timeline.output_tokens)
         if exchange.service_class != UNKNOWN:
             self._metrics.left(exchange.service_class)
-        self._metrics.ended(exchange.service_class, exchange.pool, outcome, timeline, end)
+        record = RequestRecord(
+            request_id=exchange.request_id,
+            route=exchange.route,
+            timeline=timeline,
+            end=end,
+            received_at=timeline.received + exchange.clock.wall_offset,
+            outcome=outcome,
+            service_class=exchange.service_class,
+            home_pool=exchange.home_pool,
+            pool=exchange.pool,
+            replica_id=exchange.replica_id,
+            key=exchange.caller.name,
+            trace_id=self._tracing.trace_id(span),
+            status=exchange.responder.status,
+            reason=exchange.reason,
+            ttft_target_s=exchange.ttft_target_s,
+            tpot_target_s=exchange.tpot_target_s,
+            predicted_ttft_s=exchange.predicted_ttft_s,
+            predicted_wait_s=exchange.predicted_wait_s,
+            attempts=max(1, exchange.attempts),
+            steps=exchange.steps,
+            notes=exchange.notes,
+            is_slow_reader=exchange.is_slow_reader,
+        )
+        self._metrics.ended(record)
+        for sink in self._sinks:
+            sink.ended(record)
 
 
 def _without_steering_fields(body: JsonObject) -> JsonObject:

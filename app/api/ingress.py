@@ -18,6 +18,8 @@ from app.api.preparation import Preparation
 from app.api.requests import Ask, Everywhere, Requests
 from app.api.shortening import Shortener
 from app.errors import InternalError, InvalidRequest, MethodNotAllowed, NotFound, RequestError
+from app.telemetry.access_log import AccessLog
+from app.telemetry.ledger import Ledger
 from app.types import JsonObject
 
 if TYPE_CHECKING:
@@ -44,12 +46,18 @@ class IngressApp:
     """All routes."""
 
     def __init__(
-        self, generations: Mapping[str, Generation], rest: ASGIApp, dispatcher: Dispatcher, requests: Requests
+        self,
+        generations: Mapping[str, Generation],
+        rest: ASGIApp,
+        dispatcher: Dispatcher,
+        requests: Requests,
+        everywhere: Everywhere,
     ) -> None:
         self._generations = generations
         self._rest = rest
         self._dispatcher = dispatcher
         self.requests = requests
+        self.everywhere = everywhere
 
     def configure(self, config: SluiceConfig) -> None:
         """Go by another configuration, with the same pools, from the next request on."""
@@ -84,12 +92,16 @@ def build_app(
 
     readers = ReaderWatch(config.ingress.slow_reader_timeout_s)
     requests = Requests()
-    everywhere = Everywhere(requests, ask)
+    ledger = Ledger(config.ingress.kept_requests)
+    sinks = (ledger, AccessLog())
+    everywhere = Everywhere(requests, ledger, ask)
     shortener = Shortener(renderer, Completion(renderer, pools, dispatcher))
     preparation = Preparation(renderer, keys, shortener)
 
     def generation(route: Route) -> Generation:
-        return Generation(route, config, pools, dispatcher, tracing, metrics, readers, keys, preparation, requests)
+        return Generation(
+            route, config, pools, dispatcher, tracing, metrics, sinks, readers, keys, preparation, requests
+        )
 
     async def list_models(request: Request) -> Response:
         keys.identify(request.headers.get("authorization"))
@@ -123,6 +135,10 @@ def build_app(
             raise NotFound(f"There is no request `{request_id}` in hand.", param="id")
         return _json(200, {"id": request_id, "object": "request", "status": "cancelled"})
 
+    async def show_request(request: Request) -> Response:
+        caller = keys.identify(request.headers.get("authorization"))
+        return _json(200, await everywhere.describe(clean_request_id(request.path_params["id"]), caller.name))
+
     async def resume(request: Request) -> Response:
         caller = keys.identify(request.headers.get("authorization"))
         request_id = clean_request_id(request.path_params["id"])
@@ -147,6 +163,7 @@ def build_app(
             *(HttpRoute(path, app, methods=["POST"]) for path, app in generations.items()),
             HttpRoute("/v1/models", list_models, methods=["GET"]),
             HttpRoute("/v1/models/{model:path}", show_model, methods=["GET"]),
+            HttpRoute("/v1/requests/{id}", show_request, methods=["GET"]),
             HttpRoute("/v1/requests/{id}/cancel", cancel, methods=["POST"]),
             HttpRoute("/v1/requests/{id}/events", resume, methods=["GET"]),
             HttpRoute("/health", live, methods=["GET"]),
@@ -155,7 +172,7 @@ def build_app(
         exception_handlers={HTTPException: _http_error, RequestError: _request_error, Exception: _any_error},
     )
 
-    return IngressApp(generations, rest, dispatcher, requests)
+    return IngressApp(generations, rest, dispatcher, requests, everywhere)
 
 
 def _json(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:

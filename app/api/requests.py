@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.errors import Gone
+from app.errors import Gone, NotFound
+from app.telemetry.explain import describe
+from app.telemetry.ledger import Ledger
 
 if TYPE_CHECKING:
     from starlette.types import Message, Send
@@ -149,6 +151,11 @@ class Entry:
     cancel: Callable[[], None]
     recording: Recording | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether only its recording is left."""
+        return self.recording is not None and self.recording.is_over
+
 
 class Requests:
     """All of one ingress."""
@@ -210,6 +217,10 @@ class Requests:
         recording = self.recording(request_id, key)
         return None if recording is None else await recording.after(last, _POLL_S)
 
+    def has(self, request_id: str, key: str) -> bool:
+        """Whether a caller's request of that id is in hand."""
+        return any(entry.key == key and not entry.is_over for entry in self._entries.get(request_id, []))
+
     def __len__(self) -> int:
         return sum(map(len, self._entries.values()))
 
@@ -221,9 +232,30 @@ Ask = Callable[..., Awaitable[Any]]
 class Everywhere:
     """Requests of all ingress replicas: here, else there. `ask`: calls a method of the others' deployment."""
 
-    def __init__(self, requests: Requests, ask: Ask | None = None) -> None:
+    def __init__(self, requests: Requests, ledger: Ledger, ask: Ask | None = None) -> None:
         self._requests = requests
+        self._ledger = ledger
         self._ask = ask
+
+    def describe_here(self, request_id: str, key: str) -> dict[str, Any] | None:
+        """What is known of a caller's request here; None for nothing."""
+        if self._requests.has(request_id, key):
+            return {"id": request_id, "object": "request", "outcome": "in_progress"}
+        record = self._ledger.find(request_id, key)
+        return None if record is None else describe(record)
+
+    async def describe(self, request_id: str, key: str) -> dict[str, Any]:
+        """What is known of a caller's request, wherever it was.
+
+        Raises:
+            NotFound: nothing.
+        """
+        found = self.describe_here(request_id, key)
+        if found is None and self._ask is not None:
+            found = await self._ask("describe_request", request_id, key)
+        if found is None:
+            raise NotFound(f"There is no request `{request_id}`, or it is not kept any more.", param="id")
+        return found
 
     async def cancel(self, request_id: str, key: str) -> bool:
         """Cancel a caller's request, wherever it is."""

@@ -123,6 +123,10 @@ class Admission:
         """Requests that are held."""
         return sum(len(entry.held) for entry in self._classes.values())
 
+    def held_by_class(self) -> dict[str, int]:
+        """Requests that are held, by class."""
+        return {name: len(entry.held) for name, entry in self._classes.items()}
+
     def set_weight(self, service_class: str, key: str, weight: float) -> None:
         """A key's part of its class, next to others'."""
         self._share(service_class, key).weight = weight

@@ -108,6 +108,11 @@ class Tracing:
         _PROPAGATOR.inject(carrier, trace.set_span_in_context(span, otel_context.Context()))
         return carrier
 
+    def trace_id(self, span: Span) -> str:
+        """By which the span is found, as 32 hexadecimal digits; "" where it is not recorded."""
+        context = span.get_span_context()
+        return trace.format_trace_id(context.trace_id) if context.trace_flags.sampled else ""
+
     def write_phases(
         self,
         parent: Mapping[str, str],

@@ -6,18 +6,17 @@ import asyncio
 from typing import Any
 
 from app.pools.client import PoolWatcher
+from app.telemetry.record import RequestRecord
 from app.telemetry.timeline import read_clock
 from app.types import (
     EngineFacts,
     EngineRequest,
     Head,
     JsonObject,
-    Outcome,
     Rendered,
     ReplicaState,
     Route,
     Tail,
-    Timeline,
 )
 
 
@@ -128,12 +127,8 @@ class FakeMetrics:
 
     def __init__(self) -> None:
         self.in_flight = 0
-        self.slow_readers: list[str] = []
         self.has_ended = asyncio.Event()
-        self.ends: list[tuple[str, str, Outcome, Timeline]] = []
-
-    def slow_reader(self, service_class: str) -> None:
-        self.slow_readers.append(service_class)
+        self.ends: list[RequestRecord] = []
 
     def entered(self, service_class: str) -> None:
         self.in_flight += 1
@@ -141,6 +136,6 @@ class FakeMetrics:
     def left(self, service_class: str) -> None:
         self.in_flight -= 1
 
-    def ended(self, service_class: str, pool: str, outcome: Outcome, timeline: Timeline, end: float) -> None:
+    def ended(self, record: RequestRecord) -> None:
         self.has_ended.set()
-        self.ends.append((service_class, pool, outcome, timeline))
+        self.ends.append(record)

@@ -108,7 +108,7 @@ class Bench:
 
     @property
     def outcomes(self) -> list[tuple[str, str, str]]:
-        return [(service_class, pool, outcome) for service_class, pool, outcome, _ in self.metrics.ends]
+        return [(record.service_class, record.pool, record.outcome) for record in self.metrics.ends]
 
 
 @pytest_asyncio.fixture
@@ -168,7 +168,7 @@ async def test_a_reader_that_pauses_gets_everything(bench: Bench) -> None:
     await client.finish()
     assert client.body == b"123"
     assert bench.outcomes == [("standard", "interactive", "finished")]
-    assert bench.metrics.slow_readers == []
+    assert not bench.metrics.ends[0].is_slow_reader
 
 
 async def test_a_reader_that_stops_is_given_up_and_counted(bench: Bench) -> None:
@@ -182,7 +182,7 @@ async def test_a_reader_that_stops_is_given_up_and_counted(bench: Bench) -> None
     assert client.sent[-1]["more_body"] is True
     assert stream.cancelled
     assert bench.outcomes == [("standard", "interactive", "cancelled")]
-    assert bench.metrics.slow_readers == ["standard"]
+    assert bench.metrics.ends[0].is_slow_reader
 
 
 async def test_a_stream_that_waits_for_the_engine_is_not_a_slow_reader(bench: Bench) -> None:
@@ -555,6 +555,47 @@ class TestById:
         client = bench.post({**HELLO, "service_tier": "gold"}, {"x-sluice-resume": "allow"})
         await client.finish()
         assert client.status == 400
+
+
+class TestWhatBecameOfARequest:
+    """`GET /v1/requests/{id}`."""
+
+    async def test_it_is_told_while_it_lasts_and_afterwards(self, bench: Bench) -> None:
+        client = bench.post({**HELLO, "service_tier": "priority"}, {"x-request-id": "r-1"})
+        await bench.pools["interactive"].dispatched.wait()
+        assert (await bench.call("GET", "/v1/requests/r-1")).json()["outcome"] == "in_progress"
+        bench.pools["interactive"].stream.put(Head(200, b"{}", final=True, facts=facts()))
+        await client.finish()
+        told = (await bench.call("GET", "/v1/requests/r-1")).json()
+        assert (told["id"], told["class"], told["pool"], told["outcome"]) == (
+            "r-1",
+            "interactive",
+            "interactive",
+            "finished",
+        )
+        assert told["trace_id"] == f"{next(iter(bench.spans().values())).context.trace_id:032x}"
+        assert told["phases"][0]["name"] == "render"
+        missing = await bench.call("GET", "/v1/requests/r-2")
+        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "NotFoundError")
+
+    async def test_a_refusal_says_why_and_what_was_predicted(self, bench: Bench) -> None:
+        bench.learn(load(5.0, prefill_tokens=5000))
+        client = bench.post({**HELLO, "prompt_tokens": 90, "service_tier": "priority"}, {"x-request-id": "r-1"})
+        await client.finish()
+        told = (await bench.call("GET", "/v1/requests/r-1")).json()
+        assert (told["verdict"], told["reason"], told["status"]) == ("refused", "predicted_late", 503)
+        assert bench.metrics.ends[0].verdict == "refused"
+
+    async def test_only_its_own_key_sees_it(self, bench: Bench) -> None:
+        bench.keys.configure([KeyConfig(name=name, sha256=hash_key(f"sk-{name}")) for name in ("a", "b")])
+        bench.pools["interactive"].stream.put(Head(200, b"{}", final=True, facts=facts()))
+        client = bench.post(HELLO, {"x-request-id": "r-1", "authorization": "Bearer sk-a"})
+        await client.finish()
+        statuses = [
+            (await bench.call("GET", "/v1/requests/r-1", headers)).status_code
+            for headers in ({"authorization": "Bearer sk-a"}, {"authorization": "Bearer sk-b"}, None)
+        ]
+        assert statuses == [200, 404, 401]
 
 
 class TestLadder:

@@ -8,6 +8,7 @@ import pytest
 
 from app.api.requests import Entry, Everywhere, Excerpt, Recording, Requests
 from app.errors import Gone
+from app.telemetry.ledger import Ledger
 
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 
@@ -82,11 +83,11 @@ async def test_what_is_not_here_may_be_at_another_replica() -> None:
         asked.append(what)
         return {"cancel_request": True, "read_request": Excerpt(b"e", 4, True)}[str(what[0])]
 
-    everywhere = Everywhere(Requests(), ask)
+    everywhere = Everywhere(Requests(), Ledger(10), ask)
     assert await everywhere.cancel("r", "me")
     assert await everywhere.after("r", "me", 3) == Excerpt(b"e", 4, True)
     assert asked == [("cancel_request", "r", "me"), ("read_request", "r", "me", 3)]
-    alone = Everywhere(Requests())
+    alone = Everywhere(Requests(), Ledger(10))
     assert not await alone.cancel("r", "me")
     with pytest.raises(Gone, match="x-sluice-resume"):
         await alone.after("r", "me", 3)
