@@ -476,6 +476,7 @@ class IngressConfig(ConfigModel):
         description="How long, in seconds, a client may leave a stream unread before its request is cancelled. "
         "Counted from when nothing more fits between here and the client. Default: 60.",
     )
+    console: bool = Field(True, description="Serve the console at `/console`. Default: yes.")
     kept_requests: int = Field(
         2000,
         ge=0,

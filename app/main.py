@@ -71,10 +71,13 @@ class Ingress:
         metrics = RequestMetrics(config.classes, dispatcher.admission.held_by_class)
         self._gauges = asyncio.create_task(metrics.keep_gauges())
         # Alone, a replica knows all requests.
-        ask = Peers(serve.get_replica_context().app_name, "ingress").ask if config.ingress.num_replicas > 1 else None
+        peers = Peers(serve.get_replica_context().app_name, "ingress") if config.ingress.num_replicas > 1 else None
+        ask, ask_all = (None, None) if peers is None else (peers.ask, peers.ask_all)
         store = KeyStore(config.keys, config.ingress.num_replicas)
         self._keys = asyncio.create_task(store.keep_current())
-        self._app = build_app(config, renderer, pools, dispatcher, health, self._tracing, metrics, store.keys, ask)
+        self._app = build_app(
+            config, renderer, pools, dispatcher, health, self._tracing, metrics, store.keys, ask, ask_all
+        )
         if http_path() == "haproxy":
             logger.info("Requests arrive by HAProxy.")
         else:
@@ -91,6 +94,10 @@ class Ingress:
     async def cancel_request(self, request_id: str, key: str) -> bool | None:
         """For other ingress replicas: cancel a caller's request, if it is here; else None."""
         return self._app.requests.cancel(request_id, key) or None
+
+    async def console_snapshot(self, key: str, window_s: float) -> Any:
+        """For the console: what this ingress replica has seen."""
+        return self._app.console.snapshot(key, window_s)
 
     async def describe_request(self, request_id: str, key: str) -> Any:
         """For other ingress replicas: what is known of a caller's request, if it is or was here; else None."""

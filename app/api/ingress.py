@@ -12,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route as HttpRoute
 
 from app.api.completion import Completion
+from app.api.console import AskAll, Console
 from app.api.generation import Generation, RendererPort
 from app.api.http import ReaderWatch, clean_request_id, dump_json, http_path
 from app.api.preparation import Preparation
@@ -52,18 +53,21 @@ class IngressApp:
         dispatcher: Dispatcher,
         requests: Requests,
         everywhere: Everywhere,
+        console: Console,
     ) -> None:
         self._generations = generations
         self._rest = rest
         self._dispatcher = dispatcher
         self.requests = requests
         self.everywhere = everywhere
+        self.console = console
 
     def configure(self, config: SluiceConfig) -> None:
         """Go by another configuration, with the same pools, from the next request on."""
         for generation in self._generations.values():
             generation.configure(config)
         self._dispatcher.configure(config)
+        self.console.configure(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -87,6 +91,7 @@ def build_app(
     metrics: RequestMetrics,
     keys: Keys,
     ask: Ask | None = None,
+    ask_all: AskAll | None = None,
 ) -> IngressApp:
     """The application; nothing in it knows how its parts reach Ray or vLLM."""
 
@@ -95,6 +100,7 @@ def build_app(
     ledger = Ledger(config.ingress.kept_requests)
     sinks = (ledger, AccessLog())
     everywhere = Everywhere(requests, ledger, ask)
+    console = Console(config, dispatcher, metrics, ledger, keys, ask_all)
     shortener = Shortener(renderer, Completion(renderer, pools, dispatcher))
     preparation = Preparation(renderer, keys, shortener)
 
@@ -166,13 +172,14 @@ def build_app(
             HttpRoute("/v1/requests/{id}", show_request, methods=["GET"]),
             HttpRoute("/v1/requests/{id}/cancel", cancel, methods=["POST"]),
             HttpRoute("/v1/requests/{id}/events", resume, methods=["GET"]),
+            *(console.routes() if config.ingress.console else ()),
             HttpRoute("/health", live, methods=["GET"]),
             HttpRoute("/ready", ready, methods=["GET"]),
         ],
         exception_handlers={HTTPException: _http_error, RequestError: _request_error, Exception: _any_error},
     )
 
-    return IngressApp(generations, rest, dispatcher, requests, everywhere)
+    return IngressApp(generations, rest, dispatcher, requests, everywhere, console)
 
 
 def _json(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:

@@ -340,7 +340,14 @@ class Peers:
         Raises:
             RequestError: they cannot be asked.
         """
+        return next((answer for answer in await self.ask_all(method, *args) if answer is not None), None)
+
+    async def ask_all(self, method: str, *args: Any) -> list[Any]:
+        """All their answers.
+
+        Raises:
+            RequestError: they cannot be asked.
+        """
         handle = serve.get_deployment_handle(self._deployment, self._app_name)
         with _ray_errors(self._deployment):
-            answers = await handle.broadcast(method, *args).results_async(timeout_s=self._TIMEOUT_S)
-        return next((answer for answer in answers if answer is not None), None)
+            return list(await handle.broadcast(method, *args).results_async(timeout_s=self._TIMEOUT_S))

@@ -107,6 +107,11 @@ class RequestMetrics:
             "sluice_ttft_over_predicted_ratio", "Time to first token over what admission predicted.", _RATIOS
         )
 
+    @property
+    def running(self) -> Mapping[str, int]:
+        """Requests being handled, by class."""
+        return self._running
+
     def entered(self, service_class: str) -> None:
         """A request of this class is being handled."""
         self._move(service_class, 1)

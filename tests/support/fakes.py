@@ -130,6 +130,10 @@ class FakeMetrics:
         self.has_ended = asyncio.Event()
         self.ends: list[RequestRecord] = []
 
+    @property
+    def running(self) -> dict[str, int]:
+        return {"standard": self.in_flight}
+
     def entered(self, service_class: str) -> None:
         self.in_flight += 1
 

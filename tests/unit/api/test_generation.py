@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -65,7 +66,8 @@ class FakeHealth:
 class Bench:
     """The ingress with everything behind it in the test's hands."""
 
-    def __init__(self) -> None:
+    def __init__(self, served: SluiceConfig | None = None) -> None:
+        served = served or config()
         self.renderer = FakeRenderer()
         self.pools = {name: FakePool(name) for name in ("interactive", "batch", "long_context")}
         self.metrics = FakeMetrics()
@@ -74,9 +76,9 @@ class Bench:
         self.keys.configure(None)
         self.exporter = InMemorySpanExporter()
         self.tracing = Tracing(TracingConfig(), "ingress", self.exporter)
-        self.dispatcher = Dispatcher(config(), self.pools)
+        self.dispatcher = Dispatcher(served, self.pools)
         self.app = build_app(
-            config(),
+            served,
             self.renderer,
             self.pools,  # type: ignore[arg-type]
             self.dispatcher,
@@ -596,6 +598,46 @@ class TestWhatBecameOfARequest:
             for headers in ({"authorization": "Bearer sk-a"}, {"authorization": "Bearer sk-b"}, None)
         ]
         assert statuses == [200, 404, 401]
+
+
+class TestConsole:
+    """Its page and its figures."""
+
+    async def test_its_page_is_complete_in_itself(self, bench: Bench) -> None:
+        page = await bench.call("GET", "/console")
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert not re.search(r"(src|href)=\"(?!data:)|https?:|url\(", page.text)
+
+    async def test_it_tells_classes_pools_and_requests(self, bench: Bench) -> None:
+        bench.learn(load(running=2, waiting=1, prefill_tokens=500, kv_free_tokens=75_000))
+        bench.pools["interactive"].stream.put(Head(200, b"{}", final=True, facts=facts()))
+        await bench.post({**HELLO, "service_tier": "priority"}, {"x-request-id": "r-1"}).finish()
+        live = (await bench.call("GET", "/console/live")).json()
+        interactive = live["classes"][0]
+        assert (interactive["name"], interactive["requests"], interactive["attainment"]) == ("interactive", 1, 1.0)
+        replica = live["pools"][0]["replicas"][0]
+        assert (replica["running"], replica["waiting"], replica["kv_used_share"]) == (2, 1, 0.25)
+        assert [request["id"] for request in live["requests"]] == ["r-1"]
+
+    async def test_keys_see_their_own_requests_only(self, bench: Bench) -> None:
+        bench.keys.configure([KeyConfig(name=name, sha256=hash_key(f"sk-{name}")) for name in ("a", "b")])
+        bench.pools["interactive"].stream.put(Head(200, b"{}", final=True, facts=facts()))
+        await bench.post(HELLO, {"authorization": "Bearer sk-a"}).finish()
+        assert (await bench.call("GET", "/console/live")).status_code == 401
+        seen = {
+            key: (await bench.call("GET", "/console/live", {"authorization": f"Bearer sk-{key}"})).json()["requests"]
+            for key in ("a", "b")
+        }
+        assert (len(seen["a"]), len(seen["b"])) == (1, 0)
+
+    async def test_it_can_be_left_out(self, bench: Bench) -> None:
+        dumped = config().model_dump()
+        dumped["ingress"]["console"] = False
+        off = Bench(parse_config(dumped))
+        assert (await off.call("GET", "/console")).status_code == 404
+        assert (await off.call("GET", "/console/live")).status_code == 404
+        off.tracing.shutdown()
 
 
 class TestLadder:
