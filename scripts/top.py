@@ -82,9 +82,9 @@ def _pools(live: dict[str, Any]) -> Table:
     for pool in live["pools"]:
         for replica in pool["replicas"]:
             kv = replica.get("kv_used_share")
-            name = Text(f"{pool['name']} {replica['id'][:8]}", style="" if replica["answers"] else "bold red")
+            title = Text(f"{pool['name']} {replica['id'][:8]}", style="" if replica["answers"] else "bold red")
             table.add_row(
-                name,
+                title,
                 f"{replica.get('running', '-')} / {replica['slots']}",
                 str(replica.get("waiting", "-")),
                 str(replica.get("prefill_tokens", "-")),
