@@ -3,8 +3,7 @@
     ./scripts/dashboards            # write serve_configs/observability/*.json
     ./scripts/dashboards --check    # exit 1 if they are not up to date
 
-All figures come from Prometheus, which scrapes Ray (docs/observability.md). A panel without data is a fault: a test
-runs every query against a real Prometheus after a mixed load.
+All figures come from Prometheus, which scrapes Ray (docs/observability.md).
 """
 
 from __future__ import annotations
@@ -69,11 +68,9 @@ def _percentiles(metric: str, by: str, where: str = "", prefix: str = "ray_sluic
     ]
 
 
-def _mean(metric: str, by: str, where: str = "") -> str:
+def _mean(metric: str, where: str) -> str:
     name = f"ray_sluice_{metric}"
-    return (
-        f"sum by ({by}) (rate({name}_sum{{{where}}}{_RATE})) / sum by ({by}) (rate({name}_count{{{where}}}{_RATE}) > 0)"
-    )
+    return f"sum (rate({name}_sum{{{where}}}{_RATE})) / sum (rate({name}_count{{{where}}}{_RATE}) > 0)"
 
 
 def _attainment(by: str, where: str = "") -> str:
@@ -83,7 +80,7 @@ def _attainment(by: str, where: str = "") -> str:
 
 def _phases(where: str) -> list[Query]:
     names = ("render", "hold", "engine_wait", "prefill", "decode", "relay")
-    return [Query(_mean(f"{name}_seconds", "job", where).replace(" by (job)", ""), name) for name in names]
+    return [Query(_mean(f"{name}_seconds", where), name) for name in names]
 
 
 def overview() -> list[Row]:

@@ -70,6 +70,7 @@ class Console:
         self._ledger = ledger
         self._keys = keys
         self._ask_all = ask_all
+        self._html = _PAGE.read_bytes() if config.ingress.console else b""
 
     def configure(self, config: SluiceConfig) -> None:
         """Go by another configuration from now on."""
@@ -93,7 +94,7 @@ class Console:
         )
 
     async def _page(self, request: Request) -> Response:
-        return Response(_PAGE.read_bytes(), 200, _HEADERS, media_type="text/html; charset=utf-8")
+        return Response(self._html, 200, _HEADERS, media_type="text/html; charset=utf-8")
 
     async def _live(self, request: Request) -> Response:
         caller = self._keys.identify(request.headers.get("authorization"))

@@ -43,7 +43,7 @@ from app.errors import (
 )
 from app.routing.classify import classify
 from app.routing.keys import Caller, Grant, Keys
-from app.telemetry.record import RequestRecord
+from app.telemetry.record import RecordSink, RequestRecord
 from app.telemetry.timeline import read_clock, server_timing, with_facts
 from app.telemetry.tracing import Tracing, carrier_from_headers, end_span, mark_outcome
 from app.types import UNKNOWN, ClockReading, Head, JsonObject, Outcome, Rendered, Route, Tail, Timeline
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from app.pools.client import PoolClient, ReplicaStream
     from app.pools.dispatcher import Dispatcher, Ticket
     from app.telemetry.metrics import RequestMetrics
-    from app.telemetry.record import RecordSink
 
 logger = logging.getLogger("sluice.ingress")
 
@@ -472,7 +471,6 @@ class Generation:
             notes=exchange.notes,
             is_slow_reader=exchange.is_slow_reader,
         )
-        self._metrics.ended(record)
         for sink in self._sinks:
             sink.ended(record)
 

@@ -98,7 +98,7 @@ def build_app(
     readers = ReaderWatch(config.ingress.slow_reader_timeout_s)
     requests = Requests()
     ledger = Ledger(config.ingress.kept_requests)
-    sinks = (ledger, AccessLog())
+    sinks = (metrics, ledger, AccessLog())
     everywhere = Everywhere(requests, ledger, ask)
     console = Console(config, dispatcher, metrics, ledger, keys, ask_all)
     shortener = Shortener(renderer, Completion(renderer, pools, dispatcher))

@@ -121,7 +121,7 @@ class Admission:
     @property
     def held(self) -> int:
         """Requests that are held."""
-        return sum(len(entry.held) for entry in self._classes.values())
+        return sum(self.held_by_class().values())
 
     def held_by_class(self) -> dict[str, int]:
         """Requests that are held, by class."""
