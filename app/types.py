@@ -208,7 +208,8 @@ class EngineLoad:
 class ReplicaState:
     """A replica as it was at `taken`, in seconds on the clock that `clock` identifies.
 
-    `sequences`: those that it has, by class. `load`: None where its engine tells none.
+    `sequences`: those that it has, by class. `load`: None where its engine tells none. `is_dead`: whether its engine
+    died.
     """
 
     replica_id: str
@@ -216,6 +217,7 @@ class ReplicaState:
     clock: ClockReading
     sequences: dict[str, int]
     load: EngineLoad | None
+    is_dead: bool = False
 
 
 # A replica's stream: Accepted, Head, and where the answer is streamed, SSE bytes that are ready to send and a Tail.

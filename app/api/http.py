@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _REQUEST_ID = re.compile(r"[^A-Za-z0-9._:\-]")
 _MAX_REQUEST_ID_CHARS = 128
+# What is sent at once: about what fits between here and a client that does not read.
+_PIECE_BYTES = 64 << 10
 
 
 def http_path() -> str:
@@ -174,8 +176,12 @@ class Responder:
 
     async def stream(self, data: bytes) -> None:
         """More bytes."""
-        self.sending_since = time.monotonic()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        # In pieces, because a client that takes one after the other reads, however slowly.
+        for begin in range(0, len(data), _PIECE_BYTES):
+            self.sending_since = time.monotonic()
+            await self._send(
+                {"type": "http.response.body", "body": data[begin : begin + _PIECE_BYTES], "more_body": True}
+            )
         self.sending_since = None
 
     async def end_stream(self, data: bytes = b"") -> None:

@@ -125,13 +125,13 @@ def build_app(
         return _json(200, {"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        states = await health.pools()
-        is_ready = all(state.healthy > 0 for state in states.values())
-        body = {
-            "ready": is_ready,
-            "http": http_path(),
-            "pools": {name: {"replicas": state.replicas, "healthy": state.healthy} for name, state in states.items()},
+        # Serve learns of a death seconds later than whoever waited for an answer.
+        states = {
+            name: {"replicas": state.replicas, "healthy": min(state.healthy, dispatcher.fleet.answering(name))}
+            for name, state in (await health.pools()).items()
         }
+        is_ready = all(state["healthy"] > 0 for state in states.values())
+        body = {"ready": is_ready, "http": http_path(), "pools": states}
         return _json(200 if is_ready else 503, body)
 
     async def cancel(request: Request) -> Response:

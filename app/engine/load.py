@@ -114,20 +114,24 @@ def slack_by_edges(work: Iterable[tuple[float, float, bool]], share: float) -> t
 class Arrivals:
     """Prefill work of late by how long its requests had when they came: `EngineLoad.arriving`.
 
-    Of work that is `ARRIVALS_MEMORY_S` old, 1/e counts.
+    Of work that is `ARRIVALS_MEMORY_S` old, 1/e counts. One request tells nothing of whether another will come, so of
+    what n requests brought, (n - 1) / n count.
     """
 
     def __init__(self) -> None:
         self._tokens = [0.0] * len(DUE_EDGES_S)
         self._pairs = [0.0] * len(DUE_EDGES_S)
+        self._requests = [0.0] * len(DUE_EDGES_S)
         self._told = -math.inf
         self._since = -math.inf
 
-    def add(self, window_s: float, tokens: int, pairs: float) -> None:
-        """So many prompt tokens, and pairs of them, were computed for a request that had so many seconds."""
+    def add(self, window_s: float, tokens: int, pairs: float, part: float) -> None:
+        """So many prompt tokens, and pairs of them, were computed for a request that had so many seconds: such a part
+        of its prompt."""
         index = bisect.bisect_left(DUE_EDGES_S, window_s)
         self._tokens[index] += tokens
         self._pairs[index] += pairs
+        self._requests[index] += part
 
     def per_second(self, now: float, token_s: float, pair_s: float) -> tuple[float, ...]:
         """Seconds of work per second."""
@@ -137,11 +141,15 @@ class Arrivals:
         self._told = now
         self._tokens = [tokens * keep for tokens in self._tokens]
         self._pairs = [pairs * keep for pairs in self._pairs]
+        self._requests = [requests * keep for requests in self._requests]
         # What a steady load of 1 per second would have added up to by now.
         full = ARRIVALS_MEMORY_S * (1 - math.exp((self._since - now) / ARRIVALS_MEMORY_S))
         if full < ARRIVALS_MEMORY_S / 10:
             return (0.0,) * len(DUE_EDGES_S)
-        rates = (tokens * token_s + pairs * pair_s for tokens, pairs in zip(self._tokens, self._pairs, strict=True))
+        rates = (
+            (tokens * token_s + pairs * pair_s) * max(0.0, 1 - 1 / requests) if requests else 0.0
+            for tokens, pairs, requests in zip(self._tokens, self._pairs, self._requests, strict=True)
+        )
         return tuple(itertools.accumulate(rate / full for rate in rates))
 
 

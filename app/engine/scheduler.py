@@ -859,7 +859,8 @@ class DeadlineScheduler(Scheduler):
             pairs = tokens * (depth + tokens / 2)
             prefill_tokens += tokens
             attended += pairs
-            self._arrivals.add(self._tracks[request.request_id].window_s, tokens, pairs)
+            part = tokens / max(1, request.num_tokens)
+            self._arrivals.add(self._tracks[request.request_id].window_s, tokens, pairs, part)
             context -= request.num_computed_tokens
             if request.request_id in self._lost:
                 track = self._lost.pop(request.request_id)

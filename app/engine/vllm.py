@@ -200,9 +200,15 @@ class VLLMEngine:
         """A call to follow one request by."""
         return EngineCall(self._clock)
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine's process died: it will answer nothing any more."""
+        errored: bool = self._llm.errored
+        return errored
+
     async def check_health(self) -> None:
         """Raises EngineDeadError if the engine died."""
-        if self._llm.errored or self._has_stalled():
+        if self.is_dead or self._has_stalled():
             raise EngineDeadError()
         await self._llm.check_health()
 

@@ -181,6 +181,12 @@ class Outbox:
             self._state_timer.cancel()
             self._expect_state(STATE_PERIOD_S)
 
+    def rest(self) -> None:
+        """The replica has nothing to do any more: its state leaves with what leaves next."""
+        if self._state_timer is not None:
+            self._state_timer.cancel()
+        self._tell_state()
+
     async def frames(self) -> AsyncIterator[Frame]:
         """Frames, each made when it is asked for; ends when no answer has been on the channel for a while."""
         loop = asyncio.get_running_loop()

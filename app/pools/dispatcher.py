@@ -128,7 +128,10 @@ class Dispatcher:
 
     def learn(self, pool: str, state: ReplicaState) -> None:
         """A replica told its state."""
-        self.fleet.learn(pool, state, state.taken + clock_shift(state.clock, self._reading))
+        if state.is_dead:
+            self.fleet.lose(pool, state.replica_id)
+        else:
+            self.fleet.learn(pool, state, state.taken + clock_shift(state.clock, self._reading))
         self._look_soon()
 
     def lose(self, pool: str, replica_id: str) -> None:

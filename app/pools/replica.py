@@ -60,7 +60,8 @@ class VLLMReplica:
         clock = read_clock()
         started = time.monotonic()
         call = self._engine.new_call()
-        self._enter(request, 1)
+        self._enter(request)
+        is_here = True
         outbox = self._outboxes.get(request.ingress)
         call.sink = outlet = None if outbox is None else outbox.open(request.number, request.collect_s)
         outcome: Outcome = "cancelled"
@@ -84,6 +85,10 @@ class VLLMReplica:
                         outcome = "finished"
                 elif isinstance(item, Tail):
                     outcome = "failed" if item.failed else "finished"
+                if isinstance(item, Tail) or (isinstance(item, Head) and item.final):
+                    # Before the client can know, so that its next request finds what this one left.
+                    self._leave(request)
+                    is_here = False
                 if outlet is None:
                     yield item
                 else:
@@ -98,7 +103,8 @@ class VLLMReplica:
             outcome, error_type = "failed", type(error).__name__
             raise
         finally:
-            self._enter(request, -1)
+            if is_here:
+                self._leave(request)
             if outlet is not None:
                 outlet.close()
             if not first.done():
@@ -124,16 +130,21 @@ class VLLMReplica:
                     attributes,
                 )
 
-    def _enter(self, request: EngineRequest, sign: int) -> None:
-        """A request is here (1), or not any more (-1)."""
-        self._sequences[request.service_class] += sign * request.sequences
+    def _enter(self, request: EngineRequest) -> None:
+        self._sequences[request.service_class] += request.sequences
         for outbox in self._outboxes.values():
             outbox.hurry()
+
+    def _leave(self, request: EngineRequest) -> None:
+        self._sequences[request.service_class] -= request.sequences
+        if not any(self._sequences.values()):
+            for outbox in self._outboxes.values():
+                outbox.rest()
 
     def _state(self) -> ReplicaState:
         load, taken = self._engine.load()
         sequences = {name: count for name, count in self._sequences.items() if count}
-        return ReplicaState(self._replica_id, taken, self._clock, sequences, load)
+        return ReplicaState(self._replica_id, taken, self._clock, sequences, load, self._engine.is_dead)
 
     async def frames(self, request: OpenChannel) -> AsyncIterator[str | Frame]:
         """A channel to one ingress: this replica's id, then frames."""

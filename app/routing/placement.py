@@ -125,6 +125,10 @@ class Fleet:
         for pool in self._replicas.values():
             yield from pool.values()
 
+    def answering(self, pool: str) -> int:
+        """How many of a pool's replicas answer."""
+        return sum(1 for replica in self._replicas[pool].values() if not replica.is_lost)
+
     def set_replicas(self, pool: str, replica_ids: Collection[str]) -> None:
         """A pool has these replicas now, and no others."""
         known = self._replicas[pool]

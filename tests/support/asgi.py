@@ -19,6 +19,7 @@ class Client:
         self.sent: list[Message] = []
         self.reads = asyncio.Event()
         self.reads.set()
+        self.takes_s = 0.0
         self._changed = asyncio.Event()
         scope: dict[str, Any] = {
             "type": "http",
@@ -36,6 +37,7 @@ class Client:
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.body":
             await self.reads.wait()
+            await asyncio.sleep(self.takes_s)
         self.sent.append(message)
         self._changed.set()
 

@@ -187,6 +187,19 @@ async def test_a_reader_that_stops_is_given_up_and_counted(bench: Bench) -> None
     assert bench.metrics.ends[0].is_slow_reader
 
 
+async def test_a_reader_that_is_slow_but_reads_is_kept(bench: Bench) -> None:
+    client = bench.post({**HELLO, "stream": True})
+    stream = bench.pools["interactive"].stream
+    stream.put(Head(200, b"1", final=False, facts=facts()))
+    await client.until_sent(2)
+    client.takes_s = 0.03
+    # Takes several times as long as a client may leave a stream unread.
+    stream.put(b"2" * (600 << 10), Tail(facts()))
+    await client.finish()
+    assert bench.outcomes == [("standard", "interactive", "finished")]
+    assert b"".join(message.get("body", b"") for message in client.sent).count(b"2") == 600 << 10
+
+
 async def test_a_stream_that_waits_for_the_engine_is_not_a_slow_reader(bench: Bench) -> None:
     client = bench.post({**HELLO, "stream": True})
     stream = bench.pools["interactive"].stream

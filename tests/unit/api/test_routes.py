@@ -3,6 +3,7 @@
 import httpx
 import pytest
 
+from tests.support.fleet import load
 from tests.unit.api.test_generation import Bench, bench
 
 __all__ = ["bench"]
@@ -24,6 +25,12 @@ async def test_health_is_about_this_process_and_ready_about_the_pools(bench: Ben
     ready = await get(bench, "/ready")
     assert (ready.status_code, ready.json()["ready"]) == (200, True)
     assert ready.json()["pools"]["batch"] == {"replicas": 2, "healthy": 1}
+    # Serve does not know yet.
+    bench.dispatcher.lose("batch", "batch-1")
+    ready = await get(bench, "/ready")
+    assert (ready.status_code, ready.json()["ready"]) == (503, False)
+    bench.learn(load())
+    assert (await get(bench, "/ready")).status_code == 200
     bench.health.healthy = 0
     ready = await get(bench, "/ready")
     assert (ready.status_code, ready.json()["ready"]) == (503, False)

@@ -93,6 +93,16 @@ class TestFrames:
         assert isinstance(told, ReplicaState)
         assert told.replica_id == state.replica_id
 
+    async def test_the_last_answer_comes_with_the_state_it_leaves_behind(self) -> None:
+        outbox = Outbox(7, 60, no_state)
+        outlet, frames = outbox.open(1), outbox.frames()
+        await anext(frames)
+        outlet.put(HEAD)
+        assert await anext(frames) == [(1, HEAD)]
+        outbox.rest()
+        outlet.put(TAIL)
+        assert [number for number, _ in await anext(frames)] == [0, 1]
+
     async def test_a_large_backlog_leaves_in_several_frames(self, outbox: Outbox) -> None:
         for number in range(4):
             outbox.open(number).put(b"x" * 600_000)

@@ -101,6 +101,13 @@ async def test_a_lost_replica_is_not_chosen_again(room: Room) -> None:
     assert (await room.dispatcher.admit(demand(received=room.now))).placement.pool == "batch"
 
 
+async def test_a_replica_that_says_its_engine_is_dead_is_lost_until_it_says_otherwise(room: Room) -> None:
+    room.dispatcher.learn("interactive", ReplicaState("interactive-1", room.now, read_clock(), {}, None, is_dead=True))
+    assert room.dispatcher.fleet.answering("interactive") == 0
+    room.tell(load())
+    assert room.dispatcher.fleet.answering("interactive") == 1
+
+
 @pytest.mark.parametrize(
     ("refuse", "kind", "words"),
     [

@@ -46,14 +46,26 @@ def test_work_of_late_is_told_per_second_and_forgotten() -> None:
     arrivals = Arrivals()
     assert arrivals.per_second(0.0, 1e-3, 0.0)[-1] == 0.0
     for step in range(1, 300):
-        arrivals.add(1.0, 50, 0.0)
+        arrivals.add(1.0, 50, 0.0, 1.0)
         rates = arrivals.per_second(step / 10, 1e-3, 0.0)
-        # From the first second on: 500 tokens a second, of a millisecond each.
-        assert step < 15 or rates[-1] == pytest.approx(0.5, rel=0.01)
+        # Soon: 500 tokens a second, of a millisecond each.
+        assert step < 15 or rates[-1] == pytest.approx(0.5, rel=0.1)
+    assert rates[-1] == pytest.approx(0.5, rel=0.02)
     assert until(rates, 0.6) == 0.0
     faded = at_rest(load(arriving=rates), ARRIVALS_MEMORY_S)
     assert faded.arriving[-1] == pytest.approx(0.5 / math.e, rel=0.01)
     assert arrivals.per_second(30 + 5 * ARRIVALS_MEMORY_S, 1e-3, 0.0)[-1] < 0.01
+
+
+def test_one_request_foretells_no_other() -> None:
+    arrivals = Arrivals()
+    arrivals.per_second(0.0, 1e-3, 0.0)
+    for step in range(1, 11):
+        # In ten chunks.
+        arrivals.add(30.0, 4000, 0.0, 0.1)
+        assert arrivals.per_second(step / 2, 1e-3, 0.0)[-1] == 0.0
+    arrivals.add(30.0, 40_000, 0.0, 1.0)
+    assert arrivals.per_second(5.5, 1e-3, 0.0)[-1] > 1.0
 
 
 def test_how_long_sequences_have_slots_is_told_by_ends_of_late() -> None:
