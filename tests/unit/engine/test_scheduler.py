@@ -343,6 +343,12 @@ def test_the_load_tells_what_there_is_to_do_by_when() -> None:
     engine.check_all_is_returned()
     load = engine.scheduler.load(engine.clock())
     assert (load.running, load.waiting, load.prefill_tokens, load.ahead[-1], load.slack[0]) == (0, 0, 0, 0, math.inf)
+    # One of a kind: none may follow.
+    assert until(load.arriving, 15.0) == 0
+    engine.add("long 2", 8000, 5, LONG)
+    engine.add("urgent 2", 200, 5, INTERACTIVE)
+    engine.run()
+    load = engine.scheduler.load(engine.clock())
     # What it did of late, most of it for who had ten seconds.
     assert 0 < until(load.arriving, 2.0) < 0.5 * load.arriving[-1]
 

@@ -53,7 +53,7 @@ def test_work_of_late_is_told_per_second_and_forgotten() -> None:
     assert rates[-1] == pytest.approx(0.5, rel=0.02)
     assert until(rates, 0.6) == 0.0
     faded = at_rest(load(arriving=rates), ARRIVALS_MEMORY_S)
-    assert faded.arriving[-1] == pytest.approx(0.5 / math.e, rel=0.01)
+    assert faded.arriving[-1] == pytest.approx(rates[-1] / math.e, rel=0.01)
     assert arrivals.per_second(30 + 5 * ARRIVALS_MEMORY_S, 1e-3, 0.0)[-1] < 0.01
 
 
