@@ -343,8 +343,9 @@ def test_the_load_tells_what_there_is_to_do_by_when() -> None:
     engine.check_all_is_returned()
     load = engine.scheduler.load(engine.clock())
     assert (load.running, load.waiting, load.prefill_tokens, load.ahead[-1], load.slack[0]) == (0, 0, 0, 0, math.inf)
-    # One of a kind: none may follow.
-    assert until(load.arriving, 15.0) == 0
+    # One of a kind, urgent or long, foretells no other; the two without a target may be followed by a third.
+    assert until(load.arriving, 2.0) == 0
+    assert 0 < load.arriving[-1] == until(load.arriving, 15.0)
     engine.add("long 2", 8000, 5, LONG)
     engine.add("urgent 2", 200, 5, INTERACTIVE)
     engine.run()
