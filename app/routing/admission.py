@@ -7,15 +7,15 @@ those that are held are dispatched by deadline, and among one class's by fair qu
 its class's hold window or its deadline is over.
 
 Fairness: each key of a class has a clock, which runs ahead of the class's by the tokens of what is dispatched for it,
-divided by its weight (start-time fair queueing: Goyal, Vin, Cheng 1996). While others of the class wait for a
-first token, a key that has more than its share of the prefill work on its way is held, and engines serve what it sent
-after the others'.
+divided by its weight (start-time fair queueing: Goyal, Vin, Cheng 1996). While others of the class are active, a key
+that has more than its share of what waits for a first token has little of it in engines at a time, so that others find
+them nearly free: the rest is held. Engines serve what it sent after the others'.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from app.config import SluiceConfig
@@ -27,8 +27,12 @@ _QUANTUM_SHARE = 0.1
 # Where others' work takes no more than this share of the target, it is not for them that a first token is late, and
 # refusing would leave capacity unused.
 _IDLE_SHARE = 0.1
-# How much later than those of others the deadlines of a key's requests can be made, in times of its target.
+# How much later than those of others the deadlines of a key's requests can be made, in times of its target, and how
+# many more requests than others it has on its way where they are made later by half of that.
 _MOST_LATER = 3.0
+_HALF_LATER = 8
+# A key counts as one of those that share a class for so long after its last request.
+_ACTIVE_S = 60.0
 # Ends of requests that tell how fast there is room.
 _ENDS = 64
 _LEAST_RETRY_S = 1.0
@@ -83,12 +87,15 @@ class _Held:
 
 @dataclass(slots=True)
 class _Share:
-    """What a class knows of a key. `clock`: its virtual time; `waiting`: prompt tokens that wait for a first token."""
+    """What a class knows of a key. `clock`: its virtual time; `waiting`: prompt tokens that were dispatched and have no
+    first token yet; `held_tokens`: prompt tokens that are held; `seen`: when its last request came."""
 
     weight: float = 1.0
     clock: float = 0.0
     waiting: int = 0
     held: int = 0
+    held_tokens: int = 0
+    seen: float = -math.inf
 
 
 @dataclass(slots=True)
@@ -140,6 +147,8 @@ class Admission:
         most = self._config.classes[demand.service_class].limits.max_concurrent
         if most is not None and entry.running + len(entry.held) >= most:
             return self._refuse("class_full", demand, now)
+        share = self._share(demand.service_class, demand.key)
+        share.seen = now
         hold_s = min(self._dials[demand.service_class].hold_s, demand.deadline - now)
         held = _Held(number, demand, now + hold_s)
         # Those of the same class that wait for room go first, whoever's they are; fairness is settled among them. Those
@@ -151,15 +160,15 @@ class Admission:
             if decision is not None:
                 return self._carry_out(held, decision, now)
         limit = self._config.classes[demand.service_class].limits.max_held
-        share = self._share(demand.service_class, demand.key)
-        if len(entry.held) >= limit:
-            fair = limit * share.weight / self._active_weight(entry, demand.key)
-            reason: Reason = "own_backlog" if demand.key and share.held >= fair else "too_many_held"
-            return self._refuse(reason, demand, now)
+        fair = limit * share.weight / self._active_weight(entry, demand.key, now)
+        has_its_share = bool(demand.key) and share.held >= fair
+        if has_its_share or len(entry.held) >= limit:
+            return self._refuse("own_backlog" if has_its_share else "too_many_held", demand, now)
         if hold_s <= _SOON_S:
             return self._refuse("pool_down" if held.is_down else "no_room", demand, now)
         entry.held[number] = held
         share.held += 1
+        share.held_tokens += demand.prompt_tokens
         return None
 
     def settle(self, now: float) -> list[tuple[int, Decision]]:
@@ -168,18 +177,24 @@ class Admission:
         for entry in self._classes.values():
             for held in [held for held in entry.held.values() if held.until <= now]:
                 self._release(entry, held)
-                reason: Reason = "pool_down" if held.is_down else "hold_expired"
+                reason: Reason = "hold_expired"
+                if held.is_down or held.is_ahead_of_others:
+                    reason = "pool_down" if held.is_down else "own_backlog"
                 settled.append((held.number, self._refuse(reason, held.demand, now)))
         blocked: set[tuple[str, tuple[str, ...]]] = set()
+        had_their_turn: set[tuple[str, tuple[str, ...], str]] = set()
         for held in self._in_turn():
             demand = held.demand
             # Whoever has no target takes what room there is in order; a smaller one does not slip past.
             direction = (demand.service_class, demand.pools)
-            if demand.ttft_s is None and direction in blocked:
+            if (demand.ttft_s is None and direction in blocked) or (*direction, demand.key) in had_their_turn:
                 continue
             decision = self._decide(held, now)
-            if decision is None:
+            if decision is None and held.is_ahead_of_others:
+                had_their_turn.add((*direction, demand.key))
+            elif decision is None:
                 blocked.add(direction)
+            if decision is None:
                 continue
             self._release(self._classes[demand.service_class], held)
             settled.append((held.number, self._carry_out(held, decision, now)))
@@ -216,14 +231,15 @@ class Admission:
     # Decisions.
 
     def _decide(self, held: _Held, now: float) -> Decision | None:
-        demand = held.demand
+        later_s = self._later(held.demand, now)
+        demand = replace(held.demand, later_s=later_s)
         choice = self._fleet.choose(demand, now)
         if isinstance(choice, NoRoom):
             held.is_down, held.is_ahead_of_others = choice.is_down, False
             return None
         held.is_down = False
         if demand.ttft_s is None or choice.prediction is None:
-            return Admit(choice, self._later(demand))
+            return Admit(choice, later_s)
         predicted = choice.prediction.ttft_s
         is_contended = choice.prediction.wait_s > _IDLE_SHARE * demand.ttft_s
         # What engines give in the last moment comes in time.
@@ -233,14 +249,14 @@ class Admission:
             return self._refuse("predicted_late", demand, now, predicted, late)
         if choice.prediction.delays_others:
             return self._refuse("others_late", demand, now, predicted)
-        held.is_ahead_of_others = self._must_wait_for_others(demand, choice)
+        held.is_ahead_of_others = self._must_wait_for_others(demand, choice, now)
         if held.is_ahead_of_others:
             return None
-        return Admit(choice, self._later(demand))
+        return Admit(choice, later_s)
 
     def _carry_out(self, held: _Held, decision: Decision, now: float) -> Decision:
         if isinstance(decision, Admit):
-            demand = held.demand
+            demand = replace(held.demand, later_s=decision.later_s)
             self._fleet.sent(held.number, demand, decision.placement, now)
             self._sent[held.number] = self._waiting[held.number] = demand
             entry, share = self._classes[demand.service_class], self._share(demand.service_class, demand.key)
@@ -294,37 +310,42 @@ class Admission:
     def _start(self, entry: _Class, share: _Share) -> float:
         return max(entry.clock, share.clock)
 
-    def _active_weight(self, entry: _Class, key: str) -> float:
-        """Weights of the keys that want something now, the given one among them."""
-        return sum(share.weight for name, share in entry.keys.items() if name == key or share.waiting or share.held)
+    def _active(self, entry: _Class, key: str, now: float) -> list[_Share]:
+        """What is known of the other keys that share the class now."""
+        return [
+            share
+            for name, share in entry.keys.items()
+            if name != key and (share.waiting or share.held or now - share.seen <= _ACTIVE_S)
+        ]
 
-    def _has_more_than_its_share(self, demand: Demand) -> bool:
-        """Whether a key has more prefill work on its way than its share of the class's."""
-        entry = self._classes[demand.service_class]
-        share = entry.keys.get(demand.key)
-        total = sum(other.waiting for other in entry.keys.values())
-        if share is None or not total:
-            return False
-        return share.waiting / total > share.weight / self._active_weight(entry, demand.key)
+    def _active_weight(self, entry: _Class, key: str, now: float) -> float:
+        """Weights of the keys that share the class now, the given one among them."""
+        return entry.keys[key].weight + sum(other.weight for other in self._active(entry, key, now))
 
-    def _later(self, demand: Demand) -> float:
-        """How much later engines should place a request of a key that has more than its share on its way."""
+    def _later(self, demand: Demand, now: float) -> float:
+        """How much later engines should place a request of a key that has more on its way than others."""
         entry = self._classes[demand.service_class]
-        if demand.ttft_s is None or len(entry.keys) < 2:
+        others = self._active(entry, demand.key, now)
+        if demand.ttft_s is None or not others:
             return 0.0
         share = self._share(demand.service_class, demand.key)
-        typical = demand.prompt_tokens / share.weight
-        # In requests like this one, how many it has on its way beside this one.
-        return demand.ttft_s * min(_MOST_LATER, share.waiting / share.weight / max(1.0, typical))
+        beyond = share.waiting / share.weight - min(_wants(other) / other.weight for other in others)
+        # In requests like this one. More is always later, if ever less so: two that have too much differ.
+        requests = max(0.0, beyond) * share.weight / max(1, demand.prompt_tokens)
+        return demand.ttft_s * _MOST_LATER * requests / (requests + _HALF_LATER)
 
-    def _must_wait_for_others(self, demand: Demand, choice: Placement) -> bool:
-        """Whether a key that has more than its share would stand in others' way."""
+    def _must_wait_for_others(self, demand: Demand, choice: Placement, now: float) -> bool:
+        """Whether a key that has more than its share of what waits would stand in others' way."""
         if choice.prediction is None or demand.ttft_s is None:
             return False
-        entry = self._classes[demand.service_class]
-        if len(entry.keys) < 2 or choice.prediction.wait_s <= _QUANTUM_SHARE * demand.ttft_s:
+        if choice.prediction.wait_s <= _QUANTUM_SHARE * demand.ttft_s:
             return False
-        return self._has_more_than_its_share(demand)
+        entry = self._classes[demand.service_class]
+        others = self._active(entry, demand.key, now)
+        share = self._share(demand.service_class, demand.key)
+        mine, theirs = (_wants(share), sum(map(_wants, others)))
+        weights = share.weight + sum(other.weight for other in others)
+        return bool(others) and mine > share.weight / weights * (mine + theirs)
 
     def _in_turn(self) -> list[_Held]:
         """Held requests in the order in which they are looked at: between keys by their clocks, else by deadline."""
@@ -354,3 +375,9 @@ class Admission:
         del entry.held[held.number]
         share = entry.keys[held.demand.key]
         share.held -= 1
+        share.held_tokens -= held.demand.prompt_tokens
+
+
+def _wants(share: _Share) -> int:
+    """Prompt tokens of a key that wait for a first token, wherever."""
+    return share.waiting + share.held_tokens

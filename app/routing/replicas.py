@@ -37,7 +37,7 @@ class Demand:
     """What a request wants. `ttft_s`, `tpot_s`: targets, None for none; `prefix`: hashes of the prompt's beginning, one
     per `PREFIX_TOKENS` tokens; `key`: whose it is, "" for anybody's; `pools`: where it may be served, its home first,
     with those that may only help out after it; `output_tokens`: the most it may generate, all sequences together, None
-    where that is left open."""
+    where that is left open; `later_s`: how much later than its own its place among others is."""
 
     service_class: str
     prompt_tokens: int
@@ -49,6 +49,7 @@ class Demand:
     key: str = ""
     prefix: tuple[int, ...] = ()
     pools: tuple[str, ...] = ()
+    later_s: float = 0.0
 
     @property
     def deadline(self) -> float:
@@ -57,8 +58,8 @@ class Demand:
 
     @property
     def order(self) -> float:
-        """Its place among others: its deadline, or what stands for one."""
-        return self.received + (PATIENCE_S if self.ttft_s is None else self.ttft_s)
+        """Its place among others: its deadline, or what stands for one, made later by `later_s`."""
+        return self.received + (PATIENCE_S if self.ttft_s is None else self.ttft_s) + self.later_s
 
     @property
     def tokens(self) -> int:

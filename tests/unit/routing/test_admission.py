@@ -226,19 +226,59 @@ class TestFairness:
         assert 1 <= sum(isinstance(one, Admit) for one in flood) <= 3
         assert isinstance(desk.arrive(quiet), Admit)
 
+    def test_a_flood_that_came_first_leaves_engines_nearly_free(self) -> None:
+        desk = Desk()
+        desk.arrive(demand(prompt_tokens=10, key="quiet", pools=HOME_ONLY))
+        desk.admission.ended(desk.numbers, 0.1)
+        flood = [desk.arrive(demand(prompt_tokens=100, key="flood", pools=HOME_ONLY), 0.1) for _ in range(20)]
+        assert 1 <= sum(isinstance(one, Admit) for one in flood) <= 3
+        several = [desk.arrive(demand(prompt_tokens=100, key="quiet", pools=HOME_ONLY), 0.1) for _ in range(3)]
+        assert all(isinstance(one, Admit) and one.later_s == 0 for one in several)
+
+    def test_whose_others_are_long_gone_may_have_everything(self) -> None:
+        desk = Desk()
+        desk.arrive(demand(prompt_tokens=10, key="quiet", pools=HOME_ONLY))
+        desk.admission.ended(desk.numbers, 0.1)
+        desk.fill(now=100.0)
+        one = demand(prompt_tokens=100, received=100.0, key="flood", pools=HOME_ONLY)
+        flood = [desk.arrive(one, 100.0) for _ in range(8)]
+        assert all(isinstance(one, Admit) and one.later_s == 0 for one in flood)
+
+    def test_what_is_held_for_others_sake_until_it_is_late_is_told_so(self) -> None:
+        desk = Desk()
+        desk.arrive(demand(prompt_tokens=10, key="quiet"))
+        flood = [desk.arrive(demand(prompt_tokens=100, key="flood")) for _ in range(20)]
+        decisions = desk.settled(1.0)
+        assert len(decisions) == flood.count(None)
+        assert set(reasons(decisions.values())) == {"own_backlog"}
+
     def test_engines_serve_a_flooding_keys_requests_after_others(self) -> None:
         desk = Desk()
         desk.arrive(demand(prompt_tokens=10, key="quiet"))
         later = []
-        for _ in range(3):
+        for _ in range(4):
             decision = desk.arrive(demand(prompt_tokens=10, key="flood"))
             assert isinstance(decision, Admit)
             later.append(decision.later_s)
-        assert later[0] == 0
-        assert later[0] < later[1] < later[2]
+        # Its second follows the other's first.
+        assert later[:2] == [0, 0]
+        assert 0 < later[2] < later[3]
         quiet = desk.arrive(demand(prompt_tokens=20, key="other"))
         assert isinstance(quiet, Admit)
         assert quiet.later_s == 0
+
+    def test_a_flooding_keys_requests_are_expected_after_others(self) -> None:
+        desk = Desk()
+        desk.arrive(demand(prompt_tokens=10, key="quiet"))
+        for _ in range(4):
+            desk.arrive(demand(prompt_tokens=10, key="flood"))
+        flood = desk.arrive(demand(prompt_tokens=10, key="flood"))
+        quiet = desk.arrive(demand(prompt_tokens=10, key="quiet"))
+        assert isinstance(flood, Admit)
+        assert isinstance(quiet, Admit)
+        assert flood.placement.prediction is not None
+        assert quiet.placement.prediction is not None
+        assert quiet.placement.prediction.ttft_s < flood.placement.prediction.ttft_s
 
     def test_a_key_alone_may_have_everything(self) -> None:
         desk = Desk()
@@ -264,6 +304,13 @@ class TestFairness:
         decisions = [desk.arrive(demand("batch", key="flood")) for _ in range(5)]
         assert reasons(decisions[4:]) == ["own_backlog"]
         assert reasons([desk.arrive(demand("batch", key="quiet"))]) == ["too_many_held"]
+
+    def test_a_flood_leaves_others_their_share_of_the_places(self) -> None:
+        desk = Desk(fleet_config(classes__batch__limits={"max_held": 4}))
+        desk.fill(batch=17)
+        assert desk.arrive(demand("batch", key="quiet")) is None
+        assert reasons([desk.arrive(demand("batch", key="flood")) for _ in range(3)]) == [None, None, "own_backlog"]
+        assert desk.arrive(demand("batch", key="quiet")) is None
 
 
 def test_two_ingresses_admit_at_most_what_each_sends_within_a_states_age() -> None:
