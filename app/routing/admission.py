@@ -31,6 +31,8 @@ _IDLE_SHARE = 0.1
 # many more requests than others it has on its way where they are made later by half of that.
 _MOST_LATER = 3.0
 _HALF_LATER = 8
+# A key floods its class while it has so many more requests than others that wait for a first token.
+_FLOOD = 8
 # A key counts as one of those that share a class for so long after its last request.
 _ACTIVE_S = 60.0
 # Ends of requests that tell how fast there is room.
@@ -232,10 +234,10 @@ class Admission:
 
     def _decide(self, held: _Held, now: float) -> Decision | None:
         later_s = self._later(held.demand, now)
-        demand = replace(held.demand, later_s=later_s)
+        demand = replace(held.demand, later_s=later_s, gives_way=self._gives_way(held.demand, now))
         choice = self._fleet.choose(demand, now)
         if isinstance(choice, NoRoom):
-            held.is_down, held.is_ahead_of_others = choice.is_down, False
+            held.is_down, held.is_ahead_of_others = choice.is_down, demand.gives_way and not choice.is_down
             return None
         held.is_down = False
         if demand.ttft_s is None or choice.prediction is None:
@@ -329,10 +331,23 @@ class Admission:
         if demand.ttft_s is None or not others:
             return 0.0
         share = self._share(demand.service_class, demand.key)
-        beyond = share.waiting / share.weight - min(_wants(other) / other.weight for other in others)
-        # In requests like this one. More is always later, if ever less so: two that have too much differ.
-        requests = max(0.0, beyond) * share.weight / max(1, demand.prompt_tokens)
+        requests = self._beyond_others(share.waiting, demand, share, others)
+        # More is always later, if ever less so: two that have too much differ.
         return demand.ttft_s * _MOST_LATER * requests / (requests + _HALF_LATER)
+
+    def _gives_way(self, demand: Demand, now: float) -> bool:
+        """Whether a key wants so much more than others that its class's home is left to them."""
+        entry = self._classes[demand.service_class]
+        others = self._active(entry, demand.key, now)
+        if demand.ttft_s is None or not others:
+            return False
+        share = self._share(demand.service_class, demand.key)
+        return self._beyond_others(_wants(share), demand, share, others) > _FLOOD
+
+    def _beyond_others(self, tokens: int, demand: Demand, share: _Share, others: list[_Share]) -> float:
+        """How many requests like this one these tokens of a key are more than what the least of the others wants."""
+        beyond = tokens / share.weight - min(_wants(other) / other.weight for other in others)
+        return max(0.0, beyond) * share.weight / max(1, demand.prompt_tokens)
 
     def _must_wait_for_others(self, demand: Demand, choice: Placement, now: float) -> bool:
         """Whether a key that has more than its share of what waits would stand in others' way."""

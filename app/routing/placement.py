@@ -38,6 +38,8 @@ _ENGINE_QUEUE_SHARE = 0.05
 # but for what is reserved for them.
 _PRESSED_SHARE = 0.4
 _PRESSED_S = 0.5
+# Who gives way may still have a home whose slots the class has no more than this share of.
+_UNUSED_SHARE = 0.05
 # What fills a replica weighs as much as this share of the TTFT target.
 _FILL_WEIGHT = 0.25
 
@@ -186,8 +188,9 @@ class Fleet:
                 if replica.is_lost:
                     continue
                 is_down = False
-                if self._has_room(replica, demand, now):
-                    options.append(self._option(replica, rank, demand, now))
+                if self._is_left_to_others(replica, rank, demand) or not self._has_room(replica, demand, now):
+                    continue
+                options.append(self._option(replica, rank, demand, now))
         if not options:
             return NoRoom(is_down)
         # What says nothing any more is the last resort.
@@ -195,6 +198,12 @@ class Fleet:
         best = self._by_target(options, demand, now) if demand.ttft_s is not None else min(options, key=_score)
         pool = best.replica.pool
         return Placement(pool, best.replica.replica_id, best.prediction, best.cached, best.rank > 0)
+
+    def _is_left_to_others(self, replica: Replica, rank: int, demand: Demand) -> bool:
+        """Whether a home is kept free of what would lengthen others' steps; with nowhere else to go, none is."""
+        if not demand.gives_way or rank > 0 or len(demand.pools) == 1:
+            return False
+        return replica.sequences()[demand.service_class] > _UNUSED_SHARE * replica.slots
 
     def _option(self, replica: Replica, rank: int, demand: Demand, now: float) -> _Option:
         cached = 0

@@ -37,7 +37,8 @@ class Demand:
     """What a request wants. `ttft_s`, `tpot_s`: targets, None for none; `prefix`: hashes of the prompt's beginning, one
     per `PREFIX_TOKENS` tokens; `key`: whose it is, "" for anybody's; `pools`: where it may be served, its home first,
     with those that may only help out after it; `output_tokens`: the most it may generate, all sequences together, None
-    where that is left open; `later_s`: how much later than its own its place among others is."""
+    where that is left open; `later_s`: how much later than its own its place among others is; `gives_way`: its home is
+    left to others while they use it."""
 
     service_class: str
     prompt_tokens: int
@@ -50,6 +51,7 @@ class Demand:
     prefix: tuple[int, ...] = ()
     pools: tuple[str, ...] = ()
     later_s: float = 0.0
+    gives_way: bool = False
 
     @property
     def deadline(self) -> float:

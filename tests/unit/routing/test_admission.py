@@ -280,6 +280,35 @@ class TestFairness:
         assert quiet.placement.prediction is not None
         assert quiet.placement.prediction.ttft_s < flood.placement.prediction.ttft_s
 
+    def test_a_flood_leaves_the_home_that_others_use_to_them(self) -> None:
+        desk = Desk()
+        desk.fill("interactive", interactive=4)
+        desk.arrive(demand(prompt_tokens=10, key="quiet"))
+        flood = [desk.arrive(demand(prompt_tokens=10, key="flood")) for _ in range(14)]
+        assert all(isinstance(one, Admit) for one in flood)
+        pools = [one.placement.pool for one in flood if isinstance(one, Admit)]
+        assert set(pools[:8]) == {"interactive"}
+        assert set(pools[10:]) == {"batch"}
+        quiet = desk.arrive(demand(prompt_tokens=10, key="quiet"))
+        assert isinstance(quiet, Admit)
+        assert quiet.placement.pool == "interactive"
+
+    def test_what_waits_for_a_place_elsewhere_keeps_nobody_from_home(self) -> None:
+        desk = Desk()
+        desk.fill("interactive", interactive=4)
+        desk.fill("batch", standard=16)
+        desk.arrive(demand(prompt_tokens=10, key="quiet"))
+        flood = [desk.arrive(demand(prompt_tokens=10, key="flood")) for _ in range(14)]
+        assert flood[-1] is None
+        assert isinstance(desk.arrive(demand(prompt_tokens=10, key="quiet")), Admit)
+
+    def test_a_flood_with_nowhere_else_to_go_stays_at_home(self) -> None:
+        desk = Desk()
+        desk.fill("interactive", interactive=4)
+        desk.arrive(demand(prompt_tokens=1, key="quiet", pools=HOME_ONLY))
+        flood = [desk.arrive(demand(prompt_tokens=1, key="flood", pools=HOME_ONLY)) for _ in range(10)]
+        assert all(isinstance(one, Admit) for one in flood)
+
     def test_a_key_alone_may_have_everything(self) -> None:
         desk = Desk()
         flood = [desk.arrive(demand(prompt_tokens=100, key="flood", pools=HOME_ONLY)) for _ in range(8)]
