@@ -476,6 +476,10 @@ class IngressConfig(ConfigModel):
         description="How long, in seconds, a client may leave a stream unread before its request is cancelled. "
         "Counted from when nothing more fits between here and the client. Default: 60.",
     )
+    access_log: bool = Field(
+        True,
+        description="Write one line of JSON per request to Ray Serve's log, at INFO, without content. Default: yes.",
+    )
     console: bool = Field(True, description="Serve the console at `/console`. Default: yes.")
     kept_requests: int = Field(
         2000,
@@ -518,9 +522,27 @@ class TracingConfig(ConfigModel):
         None,
         ge=0,
         le=1,
-        description="Share of traces to keep when the caller has not decided. Default: OTEL_TRACES_SAMPLER, else 1.",
+        description="Share of ordinary traces to keep where the caller has not decided; decided when a request has "
+        "ended, so that those with errors, missed targets or refusals and the slowest of their class are always kept. "
+        "Default: OTEL_TRACES_SAMPLER, which decides at the start, else 1.",
     )
     service_name: str | None = Field(None, description="Service name. Default: OTEL_SERVICE_NAME, else `sluice`.")
+
+
+class OtlpMetricsConfig(ConfigModel):
+    """Request metrics by OTLP, with exemplars, beside those that Ray exports. What is left out here comes from the
+    standard OTEL_ environment variables."""
+
+    exporter: Literal["otlp", "none"] | None = Field(
+        None, description="Exporter. Default: OTEL_METRICS_EXPORTER, else `none`."
+    )
+    endpoint: str | None = Field(
+        None, description="URL of the OTLP receiver. Default: OTEL_EXPORTER_OTLP_(METRICS_)ENDPOINT, else the SDK's."
+    )
+    protocol: Literal["grpc", "http/protobuf"] | None = Field(
+        None, description="OTLP protocol. Default: OTEL_EXPORTER_OTLP_(METRICS_)PROTOCOL, else grpc."
+    )
+    interval_s: float = Field(15.0, gt=0, description="Time between exports, in seconds. Default: 15.")
 
 
 class KeysConfig(ConfigModel):
@@ -559,6 +581,7 @@ class SluiceConfig(ConfigModel):
     ingress: IngressConfig = Field(default_factory=IngressConfig)
     keys: KeysConfig = Field(default_factory=KeysConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
+    metrics: OtlpMetricsConfig = Field(default_factory=OtlpMetricsConfig)
 
     @field_validator("classes")
     @classmethod

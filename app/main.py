@@ -55,12 +55,14 @@ class Ingress:
         from app.pools.dispatcher import Dispatcher
         from app.serve_file import check_reach
         from app.telemetry.metrics import RequestMetrics
+        from app.telemetry.otlp_metrics import OtlpMetrics
         from app.telemetry.tracing import Tracing
 
         # Serve keeps listening where it did when it was started, whatever a later config file says.
         check_reach(await asyncio.to_thread(listening_host), config)
         self._config = config
         self._tracing = Tracing(config.tracing, role="ingress")
+        self._otlp = OtlpMetrics.configured(config.metrics, config.tracing.service_name, config.model.name)
         renderer = Renderer(config)
         renderer.warm_up()
         pools = {
@@ -76,7 +78,17 @@ class Ingress:
         store = KeyStore(config.keys, config.ingress.num_replicas)
         self._keys = asyncio.create_task(store.keep_current())
         self._app = build_app(
-            config, renderer, pools, dispatcher, health, self._tracing, metrics, store.keys, ask, ask_all
+            config,
+            renderer,
+            pools,
+            dispatcher,
+            health,
+            self._tracing,
+            metrics,
+            store.keys,
+            ask,
+            ask_all,
+            [] if self._otlp is None else [self._otlp],
         )
         if http_path() == "haproxy":
             logger.info("Requests arrive by HAProxy.")
@@ -117,6 +129,9 @@ class Ingress:
             self._keys.cancel()
         if hasattr(self, "_tracing"):
             await asyncio.to_thread(self._tracing.shutdown)
+        otlp = getattr(self, "_otlp", None)
+        if otlp is not None:
+            await asyncio.to_thread(otlp.shutdown)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -142,6 +157,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_ongoing_requests=config.ingress.max_ongoing_requests,
         ray_actor_options={"num_cpus": config.ingress.num_cpus, "runtime_env": {"env_vars": _INGRESS_ENVIRONMENT}},
         graceful_shutdown_timeout_s=config.ingress.graceful_shutdown_timeout_s,
+        # One line per request is enough, and ours tells more.
+        logging_config={"enable_access_log": not config.ingress.access_log},
         **_EVERY_DEPLOYMENT,
     )
     return ingress.bind(config, handles)
@@ -161,7 +178,7 @@ def _pool(name: str, config: SluiceConfig, pool: PoolConfig) -> serve.Applicatio
         **_EVERY_DEPLOYMENT,
         **_placement(pool),
     )
-    return deployment.bind(name, config.model, pool, config.tracing)
+    return deployment.bind(config.model, pool)
 
 
 def _placement(pool: PoolConfig) -> dict[str, Any]:

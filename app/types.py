@@ -39,6 +39,33 @@ class ClockReading:
     wall_offset: float
 
 
+@dataclass(frozen=True, slots=True)
+class EngineCauses:
+    """What delayed a request in its engine; zeros where the engine does not tell.
+
+    `waited_steps`: steps that began while it waited for its first; `ahead_tokens`, `ahead_prefills`: prompt tokens of
+    others that were computed in that time, and of how many requests; `no_room_steps`: steps in which its turn had come
+    and no slot or KV blocks were free. `chunks`: steps that computed parts of its prompt; `prefill_steps`: all steps
+    from the first of them to its first token. `longest_gap_s`: between two of its tokens; `slow_gaps`: gaps that were
+    longer than its TPOT target; `gaps`: every 16th gap, in seconds. `preempted`: when its slot or KV blocks were taken,
+    on the engine's clock, or on that of the timeline that this belongs to.
+    """
+
+    waited_steps: int = 0
+    ahead_tokens: int = 0
+    ahead_prefills: int = 0
+    no_room_steps: int = 0
+    chunks: int = 0
+    prefill_steps: int = 0
+    longest_gap_s: float = 0.0
+    slow_gaps: int = 0
+    gaps: tuple[float, ...] = ()
+    preempted: tuple[float, ...] = ()
+
+
+NO_CAUSES = EngineCauses()
+
+
 @dataclass(slots=True)
 class Timeline:
     """The timestamps and token counts of one request: the only source of what is told about where its time went.
@@ -61,6 +88,7 @@ class Timeline:
     output_tokens: int = 0
     sequences: int = 1
     preemptions: int = 0
+    causes: EngineCauses = NO_CAUSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +105,7 @@ class EngineFacts:
     output_tokens: int = 0
     sequences: int = 1
     preemptions: int = 0
+    causes: EngineCauses = NO_CAUSES
 
 
 @dataclass(frozen=True, slots=True)

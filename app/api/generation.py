@@ -8,11 +8,11 @@ import contextvars
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import Span, SpanContext, SpanKind
 from starlette.datastructures import Headers
 
 from app.api.demand import engine_request
@@ -45,7 +45,7 @@ from app.routing.classify import classify
 from app.routing.keys import Caller, Grant, Keys
 from app.telemetry.record import RecordSink, RequestRecord
 from app.telemetry.timeline import read_clock, server_timing, with_facts
-from app.telemetry.tracing import Tracing, carrier_from_headers, end_span, mark_outcome
+from app.telemetry.tracing import Tracing, add_events, carrier_from_headers, end_span, ids, mark_outcome
 from app.types import UNKNOWN, ClockReading, Head, JsonObject, Outcome, Rendered, Route, Tail, Timeline
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from app.pools.dispatcher import Dispatcher, Ticket
     from app.telemetry.metrics import RequestMetrics
 
-logger = logging.getLogger("sluice.ingress")
+logger = logging.getLogger("ray.serve.sluice.ingress")
 
 _MIB = 1 << 20
 _PATHS: dict[Route, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -107,7 +107,7 @@ class _Exchange:
     outcome: Outcome = "failed"
     error_type: str | None = None
     reason: str = ""
-    lost: bool = False
+    waited_for: tuple[SpanContext, ...] = ()
     home_pool: str = UNKNOWN
     replica_id: str = ""
     ttft_target_s: float | None = None
@@ -289,7 +289,7 @@ class Generation:
         name = prepared.demand.service_class
         self._dispatcher.set_weight(name, exchange.caller)
         try:
-            return await self._dispatcher.admit(prepared.demand), prepared
+            return await self._dispatcher.admit(prepared.demand, exchange.span.get_span_context()), prepared
         except (Saturated, HoldExpired) as error:
             is_allowed = exchange.headers.get("x-sluice-degrade") == "allow" or config.classes[name].degrade.allowed
             if not is_allowed:
@@ -297,7 +297,7 @@ class Generation:
             refusal: RequestError = error
         async for lesser in self._preparation.lesser(config, prepared):
             try:
-                ticket = await self._dispatcher.admit(lesser.demand)
+                ticket = await self._dispatcher.admit(lesser.demand, exchange.span.get_span_context())
             except (Saturated, HoldExpired) as error:
                 refusal = error
                 continue
@@ -339,6 +339,8 @@ class Generation:
 
     def _placed(self, exchange: _Exchange, ticket: Ticket) -> None:
         exchange.timeline.dispatched = time.monotonic()
+        if isinstance(ticket.waited_for, SpanContext):
+            exchange.waited_for = (*exchange.waited_for, ticket.waited_for)
         placement = ticket.placement
         exchange.pool = placement.pool
         exchange.responder.add_headers({"x-sluice-pool": placement.pool})
@@ -405,7 +407,6 @@ class Generation:
     async def _fail(self, exchange: _Exchange, error: RequestError) -> None:
         exchange.outcome, exchange.error_type = error.outcome, error.kind
         exchange.reason = error.reason
-        exchange.lost = isinstance(error, ReplicaLost)
         try:
             if exchange.responder.started:
                 await exchange.responder.end_stream(error_event(error))
@@ -423,26 +424,6 @@ class Generation:
         timeline, outcome = exchange.timeline, exchange.outcome
         if timeline.last_token is not None and outcome == "finished":
             timeline.finished = end
-        accepted = exchange.stream is not None and exchange.stream.replica_id is not None
-        names = ("render", "relay") if accepted and not exchange.lost else ("render", "queue", "prefill", "decode")
-        if self._tracing.enabled:
-            self._tracing.write_phases(
-                exchange.carrier, timeline, exchange.clock, end, names, outcome, exchange.attributes
-            )
-        span = exchange.span
-        span.set_attributes(
-            {
-                **exchange.attributes,
-                gen_ai.GEN_AI_USAGE_INPUT_TOKENS: timeline.prompt_tokens,
-                gen_ai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: timeline.cached_tokens,
-                gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS: timeline.output_tokens,
-                "sluice.preemptions": timeline.preemptions,
-            }
-        )
-        if exchange.responder.status is not None:
-            span.set_attribute("http.response.status_code", exchange.responder.status)
-        mark_outcome(span, outcome, exchange.error_type)
-        end_span(span, end, exchange.clock)
         if exchange.grant is not None:
             self._keys.release(exchange.grant, timeline.prompt_tokens + timeline.output_tokens)
         if exchange.service_class != UNKNOWN:
@@ -459,7 +440,6 @@ class Generation:
             pool=exchange.pool,
             replica_id=exchange.replica_id,
             key=exchange.caller.name,
-            trace_id=self._tracing.trace_id(span),
             status=exchange.responder.status,
             reason=exchange.reason,
             ttft_target_s=exchange.ttft_target_s,
@@ -471,8 +451,33 @@ class Generation:
             notes=exchange.notes,
             is_slow_reader=exchange.is_slow_reader,
         )
+        if self._tracing.keeps(exchange.span, record):
+            record = self._write_trace(exchange, record)
         for sink in self._sinks:
             sink.ended(record)
+
+    def _write_trace(self, exchange: _Exchange, record: RequestRecord) -> RequestRecord:
+        """The record, with where its trace is found."""
+        span, clock, timeline = exchange.span, exchange.clock, record.timeline
+        self._tracing.write_phases(exchange.carrier, record, clock, exchange.attributes, exchange.waited_for)
+        span.set_attributes(
+            {
+                **exchange.attributes,
+                gen_ai.GEN_AI_USAGE_INPUT_TOKENS: timeline.prompt_tokens,
+                gen_ai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: timeline.cached_tokens,
+                gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS: timeline.output_tokens,
+                "sluice.preemptions": timeline.preemptions,
+            }
+        )
+        if record.status is not None:
+            span.set_attribute("http.response.status_code", record.status)
+        if record.verdict is not None:
+            span.set_attribute("sluice.verdict", record.verdict)
+        add_events(span, record, clock)
+        mark_outcome(span, record.outcome, exchange.error_type)
+        end_span(span, record.end, clock)
+        trace_id, span_id = ids(span)
+        return replace(record, trace_id=trace_id, span_id=span_id)
 
 
 def _without_steering_fields(body: JsonObject) -> JsonObject:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from starlette.applications import Starlette
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from app.pools.dispatcher import Dispatcher
     from app.routing.keys import Keys
     from app.telemetry.metrics import RequestMetrics
+    from app.telemetry.record import RecordSink
     from app.telemetry.tracing import Tracing
     from app.types import Route
 
@@ -92,13 +93,14 @@ def build_app(
     keys: Keys,
     ask: Ask | None = None,
     ask_all: AskAll | None = None,
+    more_sinks: Sequence[RecordSink] = (),
 ) -> IngressApp:
-    """The application; nothing in it knows how its parts reach Ray or vLLM."""
+    """The application; nothing in it knows how its parts reach Ray or vLLM. `more_sinks`: who else wants records."""
 
     readers = ReaderWatch(config.ingress.slow_reader_timeout_s)
     requests = Requests()
     ledger = Ledger(config.ingress.kept_requests)
-    sinks = (metrics, ledger, AccessLog())
+    sinks: list[RecordSink] = [metrics, ledger, *([AccessLog()] if config.ingress.access_log else []), *more_sinks]
     everywhere = Everywhere(requests, ledger, ask)
     console = Console(config, dispatcher, metrics, ledger, keys, ask_all)
     shortener = Shortener(renderer, Completion(renderer, pools, dispatcher))

@@ -12,7 +12,7 @@ from app.config import KeysConfig, read_yaml
 from app.errors import ConfigError
 from app.routing.keys import KeyConfig, Keys, keys_from_text, parse_keys
 
-logger = logging.getLogger("sluice.ingress")
+logger = logging.getLogger("ray.serve.sluice.ingress")
 
 _LOOK_PERIOD_S = 1.0
 

@@ -15,7 +15,7 @@ decodes alone take too long, which of those without a target wait this time.
 
 Relies on these of vLLM's Scheduler: `schedule`, `update_from_output`, `add_request`, `make_stats`, `_free_request`,
 `_preempt_request`, `_update_request_with_output`, `_reserve_prefill_lookahead`, `_handle_blocked_waiting_request`; its
-queues, `running`, `policy`, `max_num_active_reqs`; and AsyncScheduler.
+queues, `running`, `policy`, `max_num_active_reqs`; AsyncScheduler; and an output's `kv_transfer_params`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from app.config import describe_validation_error
+from app.engine.causes import WAITED_KEY, Waited, Waits
 from app.engine.counters import Counters, encode
 from app.engine.load import Arrivals, Lives, due_by_edges, encode_load, slack_by_edges
 from app.engine.step_plan import (
@@ -330,6 +331,9 @@ class DeadlineScheduler(Scheduler):
         self._stats_due = -math.inf
         self._load_due = -math.inf
         self._arrivals = Arrivals()
+        self.waits = Waits()
+        # First tokens of the output that is being read: what their requests waited for.
+        self._told: dict[str, Waited] = {}
         self._lives = Lives()
         # The longest that the last step should have taken.
         self._soft_s = math.inf
@@ -385,11 +389,22 @@ class DeadlineScheduler(Scheduler):
             self.times.observe(work, now - max(scheduled, self._last_end))
             self._last_end = now
         self._received = now
-        return super().update_from_output(scheduler_output, model_runner_output)
+        by_client = super().update_from_output(scheduler_output, model_runner_output)
+        if self._told:
+            for output in itertools.chain.from_iterable(one.outputs for one in by_client.values()):
+                waited = self._told.get(output.request_id)
+                if waited is not None:
+                    output.kv_transfer_params = {WAITED_KEY: waited}
+            self._told.clear()
+        return by_client
 
     def _update_request_with_output(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         # Before vLLM frees a request that ends with these tokens.
         updated = super()._update_request_with_output(request, *args, **kwargs)
+        if updated[0]:
+            waited = self.waits.first_token(request.request_id)
+            if waited is not None:
+                self._told[request.request_id] = waited
         if self._with_target and updated[0]:
             self._note_tokens(self._tracks[request.request_id], len(updated[0]), self._received)
         return updated
@@ -692,6 +707,7 @@ class DeadlineScheduler(Scheduler):
         slots = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input - view.admitted
         has_room = slots > 0 and blocks <= view.free_blocks
         if not has_room and not self._make_room(candidate, slots, blocks, view):
+            self.waits.found_no_room(candidate.key.request.request_id)
             view.refused += 1
             return False
         view.admitted += 1
@@ -810,6 +826,7 @@ class DeadlineScheduler(Scheduler):
         )
         request.priority = self._as_priority(track.deadline, now, wall)
         self._tracks[request.request_id] = track
+        self.waits.arrived(request.request_id)
         self._with_target += track.has_target
 
     def _end_tracking(self, request: Request) -> None:
@@ -819,6 +836,7 @@ class DeadlineScheduler(Scheduler):
         self._with_target -= track.has_target
         self._tight.pop(request.request_id, None)
         self._lost.pop(request.request_id, None)
+        self.waits.forget(request.request_id)
         if track.tokens:
             self._lives.end()
         if request.status == RequestStatus.FINISHED_ABORTED or track.tokens < 2:
@@ -867,6 +885,7 @@ class DeadlineScheduler(Scheduler):
                 self.counters.wasted_tokens += max(0, track.lost - depth)
                 track.lost = 0
                 track.returned = self.clock()
+        self.waits.stepped((request.request_id, scheduled[request.request_id]) for request in requests)
         decodes = len(scheduled) - len(requests)
         return StepWork(
             decodes=decodes,

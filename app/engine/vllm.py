@@ -1,15 +1,17 @@
 """One vLLM engine with vLLM's own OpenAI layer: the only importer of vLLM's serving side.
 
-Relies on these parts of vLLM that are not public: `AsyncLLM.output_processor` and its `add_request`, `request_states`
-(`RequestState.stats`, `.num_cached_tokens`, `.prompt_len`), the SSE text of its streams, and the reuse of token ids
-carried in `kv_transfer_params.prompt_token_ids`.
+Relies on these parts of vLLM that are not public: `AsyncLLM.output_processor` and its `add_request`, `process_outputs`,
+`request_states` (`RequestState.stats`, `.num_cached_tokens`, `.prompt_len`), the SSE text of its streams, and the reuse
+of token ids carried in `kv_transfer_params.prompt_token_ids`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextvars import ContextVar
@@ -27,11 +29,13 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import GenerationError
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from app.config import ModelConfig, PoolConfig
 from app.engine.arguments import chat_template, engine_args
+from app.engine.causes import GAP_SAMPLE, WAITED_KEY, Gaps, causes
 from app.engine.deltas import DeltaSink, DeltaTap, is_plain, template_of
 from app.engine.load import at_rest
 from app.engine.stats import LoadWatch, SampledRayStatLogger
@@ -56,9 +60,11 @@ _STALLED_S = 300.0
 class EngineCall:
     """What the engine does for one request: its sequences, and what went wrong."""
 
-    def __init__(self, clock: ClockReading) -> None:
+    def __init__(self, clock: ClockReading, tpot_s: float | None = None) -> None:
         self._clock = clock
+        self.tpot_s = math.inf if tpot_s is None else tpot_s
         self.states: list[Any] = []
+        self.gaps: list[Gaps] = []
         self.error: Exception | None = None
         # Where the middle of a plain answer goes, instead of being asked for.
         self.sink: DeltaSink | None = None
@@ -85,6 +91,7 @@ class EngineCall:
             output_tokens=sum(entry.num_generation_tokens for entry in stats),
             sequences=max(1, len(self.states)),
             preemptions=sum(entry.num_preemptions for entry in stats),
+            causes=causes(self.gaps),
         )
 
 
@@ -97,7 +104,10 @@ class _ObservedLLM(AsyncLLM):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         processor = self.output_processor
-        add_request = processor.add_request
+        add_request, process_outputs = processor.add_request, processor.process_outputs
+        numbers = itertools.count()
+        # By request, while it has an EngineCall.
+        self.gaps: dict[str, Gaps] = {}
 
         # The one place where a sequence gets its state, before anything can be awaited or cancelled.
         def observed_add_request(request: Any, *args: Any, **kwargs: Any) -> None:
@@ -105,8 +115,28 @@ class _ObservedLLM(AsyncLLM):
             call = _current_call.get()
             if call is not None:
                 call.states.append(processor.request_states[request.request_id])
+                gaps = self.gaps[request.request_id] = Gaps(call.tpot_s, next(numbers) % GAP_SAMPLE)
+                call.gaps.append(gaps)
+
+        def observed_process_outputs(outputs: Any, timestamp: float | None = None, *args: Any, **kwargs: Any) -> Any:
+            now = time.monotonic() if timestamp is None else timestamp
+            for output in outputs:
+                gaps = self.gaps.get(output.request_id)
+                if gaps is not None:
+                    gaps.note(now, len(output.new_token_ids))
+                    for event in output.events or ():
+                        if event.type == EngineCoreEventType.PREEMPTED:
+                            gaps.preempted.append(event.timestamp)
+                told = output.kv_transfer_params
+                if told is not None and WAITED_KEY in told:
+                    # It is not for clients, who would find it in their answers.
+                    output.kv_transfer_params = None
+                    if gaps is not None:
+                        gaps.waited = tuple(told[WAITED_KEY])
+            return process_outputs(outputs, timestamp, *args, **kwargs)
 
         processor.add_request = observed_add_request
+        processor.process_outputs = observed_process_outputs
 
     async def add_request(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -196,9 +226,9 @@ class VLLMEngine:
         if load is not None:
             self._load, self._load_taken = load, self._last_step
 
-    def new_call(self) -> EngineCall:
-        """A call to follow one request by."""
-        return EngineCall(self._clock)
+    def new_call(self, tpot_s: float | None = None) -> EngineCall:
+        """A call to follow one request by; `tpot_s`: its TPOT target, None for none."""
+        return EngineCall(self._clock, tpot_s)
 
     @property
     def is_dead(self) -> bool:
@@ -251,6 +281,8 @@ class VLLMEngine:
         except Exception as error:
             yield self._error_head(request, call, create_error_response(error))
         finally:
+            for state in call.states:
+                self._llm.gaps.pop(state.request_id, None)
             await self._abort(call)
             if events is not None:
                 # Closing a generator that waits for the engine can only fail for reasons that abort has settled.

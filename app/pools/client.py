@@ -37,7 +37,7 @@ from app.types import (
     Tail,
 )
 
-logger = logging.getLogger("sluice.pools")
+logger = logging.getLogger("ray.serve.sluice.pools")
 
 # About what a replica needs to start again.
 _UNAVAILABLE_RETRY_AFTER_S = 5.0

@@ -19,7 +19,7 @@ from app.routing.replicas import Demand
 from app.telemetry.timeline import clock_shift, read_clock
 from app.types import JsonObject, ReplicaState
 
-logger = logging.getLogger("sluice.dispatcher")
+logger = logging.getLogger("ray.serve.sluice.dispatcher")
 
 # Held requests are looked at again when a state says something new, at most so often.
 _LOOK_PERIOD_S = 0.01
@@ -43,6 +43,8 @@ class Ticket:
         self.demand = demand
         self.placement: Placement = admit.placement
         self.later_s = admit.later_s
+        # Of a request that was held: whose end let it go, as its `admit` was told; None where that is not known.
+        self.waited_for: object | None = None
 
     def first_token(self) -> None:
         """Its first token has been sent."""
@@ -73,6 +75,9 @@ class Dispatcher:
         self.admission = Admission(config, self.fleet)
         self._numbers = itertools.count(1)
         self._held: dict[int, asyncio.Future[Decision]] = {}
+        # What those in hand are called, and what ended last in each pool, and when.
+        self._names: dict[int, tuple[str, object]] = {}
+        self._last_ended: dict[str, tuple[object, float]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._looked_at = -math.inf
@@ -90,19 +95,27 @@ class Dispatcher:
         """A caller's part of a class, next to others'."""
         self.admission.set_weight(service_class, caller.name, caller.weight)
 
-    async def admit(self, demand: Demand) -> Ticket:
-        """Wait until the request may be dispatched.
+    async def admit(self, demand: Demand, name: object | None = None) -> Ticket:
+        """Wait until the request may be dispatched. `name`: what it is called to those who wait for its end.
 
         Raises:
             RequestError: it may not.
         """
-        number = next(self._numbers)
-        decision = self.admission.arrive(number, demand, self._clock())
+        number, now = next(self._numbers), self._clock()
+        decision = self.admission.arrive(number, demand, now)
+        was_held = decision is None
         if decision is None:
             decision = await self._until_settled(number)
         if isinstance(decision, Refuse):
             raise refusal(self._config, demand, decision)
-        return Ticket(self, number, demand, decision)
+        ticket = Ticket(self, number, demand, decision)
+        pool = decision.placement.pool
+        if was_held:
+            last, ended = self._last_ended.get(pool, (None, -math.inf))
+            ticket.waited_for = last if ended >= now else None
+        if name is not None:
+            self._names[number] = (pool, name)
+        return ticket
 
     async def _until_settled(self, number: int) -> Decision:
         future: asyncio.Future[Decision] = asyncio.get_running_loop().create_future()
@@ -146,6 +159,9 @@ class Dispatcher:
         self.admission.first_token(number)
 
     def _ended(self, number: int) -> None:
+        pool, name = self._names.pop(number, ("", None))
+        if name is not None:
+            self._last_ended[pool] = (name, self._clock())
         self.fleet.ended(number)
         self.admission.ended(number, self._clock())
         self._look_soon()

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter as Tally
 from collections.abc import AsyncIterator
 
-from opentelemetry.trace import SpanKind
 from ray import serve
 
-from app.config import ModelConfig, PoolConfig, TracingConfig
+from app.config import ModelConfig, PoolConfig
 from app.engine.environment import prepare_engine_process, settle_process
 from app.pools.channel import Outbox
-from app.telemetry.timeline import clock_shift, read_clock, with_facts
-from app.telemetry.tracing import Tracing, end_span, mark_outcome
+from app.telemetry.timeline import read_clock
 from app.types import (
     Accepted,
     EngineRequest,
     Frame,
     Head,
     OpenChannel,
-    Outcome,
     PauseAnswer,
     ReplicaItem,
     ReplicaState,
@@ -35,16 +31,12 @@ _CHANNEL_IDLE_S = 3.0
 class VLLMReplica:
     """One replica of a pool."""
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, pool: str, model: ModelConfig, config: PoolConfig, tracing: TracingConfig
-    ) -> None:
+    async def __init__(self, model: ModelConfig, config: PoolConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         # vLLM reads its environment when it is imported, so it is imported after that is set. This runs on the
         # replica's event loop thread, which lives as long as the process.
         prepare_engine_process(config.executor)
         from app.engine.vllm import VLLMEngine
 
-        self._pool = pool
-        self._tracing = Tracing(tracing, role=pool)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._engine = VLLMEngine(model, config, ray_metrics=True)
         self._outboxes: dict[str, Outbox] = {}
@@ -57,15 +49,11 @@ class VLLMReplica:
 
         Where there is a channel to the request's ingress they go by that, and none is left for the call itself.
         """
-        clock = read_clock()
-        started = time.monotonic()
-        call = self._engine.new_call()
+        call = self._engine.new_call(request.tpot_s)
         self._enter(request)
         is_here = True
         outbox = self._outboxes.get(request.ingress)
         call.sink = outlet = None if outbox is None else outbox.open(request.number, request.collect_s)
-        outcome: Outcome = "cancelled"
-        error_type: str | None = None
         items = self._engine.answer(request, call)
         # The engine is at work while the ingress is told that it will be.
         first = asyncio.ensure_future(anext(items))
@@ -77,14 +65,6 @@ class VLLMReplica:
                 outlet.put(accepted)
             item: ReplicaItem = await first
             while True:
-                if isinstance(item, Head):
-                    if item.error is not None:
-                        outcome = "rejected" if item.status < 500 else "failed"
-                        error_type = item.error[0]
-                    elif item.final:
-                        outcome = "finished"
-                elif isinstance(item, Tail):
-                    outcome = "failed" if item.failed else "finished"
                 if isinstance(item, Tail) or (isinstance(item, Head) and item.final):
                     # Before the client can know, so that its next request finds what this one left.
                     self._leave(request)
@@ -99,9 +79,6 @@ class VLLMReplica:
                     item = await anext(items)
                 except StopAsyncIteration:
                     return
-        except Exception as error:
-            outcome, error_type = "failed", type(error).__name__
-            raise
         finally:
             if is_here:
                 self._leave(request)
@@ -111,24 +88,6 @@ class VLLMReplica:
                 first.cancel()
                 await asyncio.wait({first})
             await items.aclose()
-            if self._tracing.enabled:
-                end = time.monotonic()
-                span = self._tracing.start("engine", SpanKind.INTERNAL, request.trace_context, started, clock)
-                attributes = {"sluice.pool": self._pool, "sluice.replica": self._replica_id}
-                span.set_attributes({**attributes, "sluice.request_id": request.request_id})
-                mark_outcome(span, outcome, error_type)
-                end_span(span, end, clock)
-                # The phases are told on the ingress's clock, like the span that they belong to.
-                timeline = with_facts(request.timeline, call.facts(), request.clock)
-                self._tracing.write_phases(
-                    request.trace_context,
-                    timeline,
-                    request.clock,
-                    end + clock_shift(clock, request.clock),
-                    ("queue", "prefill", "decode"),
-                    outcome,
-                    attributes,
-                )
 
     def _enter(self, request: EngineRequest) -> None:
         self._sequences[request.service_class] += request.sequences
@@ -178,5 +137,3 @@ class VLLMReplica:
     async def __del__(self) -> None:
         if hasattr(self, "_engine"):
             await asyncio.to_thread(self._engine.shutdown)
-        if hasattr(self, "_tracing"):
-            await asyncio.to_thread(self._tracing.shutdown)

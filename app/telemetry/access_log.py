@@ -8,7 +8,7 @@ import logging
 from app.telemetry.explain import describe
 from app.telemetry.record import RequestRecord
 
-logger = logging.getLogger("sluice.access")
+logger = logging.getLogger("ray.serve.sluice.access")
 
 
 class AccessLog:

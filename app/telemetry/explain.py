@@ -44,9 +44,25 @@ def describe(record: RequestRecord) -> dict[str, Any]:
         "output_tokens": timeline.output_tokens,
         "sequences": timeline.sequences,
         "preemptions": timeline.preemptions,
+        "engine": _engine(record),
         "attempts": record.attempts,
         "degraded": list(record.steps),
         "notes": list(record.notes),
+    }
+
+
+def _engine(record: RequestRecord) -> dict[str, Any]:
+    """What delayed it there: before its first chunk, between its chunks, between its tokens."""
+    told = record.timeline.causes
+    return {
+        "ahead_tokens": told.ahead_tokens,
+        "ahead_requests": told.ahead_prefills,
+        "waited_steps": told.waited_steps,
+        "no_room_steps": told.no_room_steps,
+        "prefill_chunks": told.chunks,
+        "yielded_steps": told.prefill_steps - told.chunks,
+        "longest_gap_ms": _ms(told.longest_gap_s),
+        "slow_gaps": told.slow_gaps,
     }
 
 
@@ -82,9 +98,23 @@ def why(record: RequestRecord) -> str:
     if verdict == "tpot_missed":
         tpot = time_per_output_token(record.timeline)
         text = f"Its tokens came every {_text(tpot or 0.0)}, and should every {_text(record.tpot_target_s or 0.0)}"
-        taken = record.timeline.preemptions
-        return f"{text}: it was preempted {_times(taken)}." if taken else f"{text}."
-    return f"It {_spent(record)}." if record.timeline.first_token is not None else "It was served."
+        return f"{text}{_slow_steps(record)}."
+    return f"It {_spent(record)}{_relayed(record)}." if record.timeline.first_token is not None else "It was served."
+
+
+def _slow_steps(record: RequestRecord) -> str:
+    causes, taken = record.timeline.causes, record.timeline.preemptions
+    parts = [f"it was preempted {_times(taken)}"] if taken else []
+    if causes.slow_gaps:
+        parts.append(f"{causes.slow_gaps} steps took longer, the longest {_text(causes.longest_gap_s)}")
+    return f": {' and '.join(parts)}" if parts else ""
+
+
+def _relayed(record: RequestRecord) -> str:
+    """What its client's slowness added, where that is much of the whole."""
+    whole = record.end - record.timeline.received
+    seconds = sum(phase.seconds for phase in phases(record.timeline, record.end) if phase.name == "relay")
+    return f", and its client took {_text(seconds)} longer to read it" if seconds > _WORTH_NAMING * whole else ""
 
 
 def _spent(record: RequestRecord) -> str:
@@ -95,7 +125,7 @@ def _spent(record: RequestRecord) -> str:
         "render": "took {} to read and render",
         "hold": "was held {} for room",
         "engine_wait": f"waited {{}} in the engine of pool {record.pool}{_behind(record)}",
-        "prefill": f"took {{}} to prefill {timeline.prompt_tokens - timeline.cached_tokens} tokens",
+        "prefill": f"took {{}} to prefill {timeline.prompt_tokens - timeline.cached_tokens:,} tokens{_chunks(record)}",
     }
     before = {name: parts.get(name, 0.0) for name in texts}
     total = sum(before.values())
@@ -104,7 +134,25 @@ def _spent(record: RequestRecord) -> str:
     return " and ".join(texts[name].format(_text(before[name])) for name in named)
 
 
+def _chunks(record: RequestRecord) -> str:
+    """Where a prefill stood back for others for a good part of its steps."""
+    causes = record.timeline.causes
+    yielded = causes.prefill_steps - causes.chunks
+    if yielded <= _WORTH_NAMING * causes.prefill_steps:
+        return ""
+    return f" in {causes.chunks} parts, standing back for others in {yielded} of {causes.prefill_steps} steps"
+
+
 def _behind(record: RequestRecord) -> str:
+    causes = record.timeline.causes
+    room = ""
+    if causes.no_room_steps > _WORTH_NAMING * causes.waited_steps:
+        room = f", for want of a slot or KV cache in {causes.no_room_steps} of {causes.waited_steps} steps"
+    if causes.ahead_prefills:
+        others = f"{causes.ahead_prefills} other request{'s' if causes.ahead_prefills > 1 else ''}"
+        return f" behind {causes.ahead_tokens:,} prompt tokens of {others}{room}"
+    if room:
+        return room
     if not record.predicted_wait_s or record.predicted_wait_s < 1e-3:
         return ""
     return f", with {_text(record.predicted_wait_s)} of others' work before it when it came"

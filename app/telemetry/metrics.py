@@ -14,11 +14,11 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from app.telemetry.record import RequestRecord
 from app.telemetry.timeline import phases, queue_parts, time_per_output_token, time_to_first_token
 
-_SECONDS = [
+SECONDS = [
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0,
     5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 ]  # fmt: skip
-_PER_TOKEN_SECONDS = [
+PER_TOKEN_SECONDS = [
     0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5,
     1.0, 2.0,
 ]  # fmt: skip
@@ -30,7 +30,12 @@ _RATIOS = [0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0]
 _GAUGE_PERIOD_S = 5.0
 
 # What a request gave up not to be refused, by how its steps begin.
-_STEPS = ("max_tokens", "prompt", "class")
+STEPS = ("max_tokens", "prompt", "class")
+
+
+def why_wasted(record: RequestRecord) -> str:
+    """Why tokens were computed for nothing, in a word."""
+    return "cancelled" if record.outcome == "cancelled" else record.verdict or record.outcome
 
 
 class RequestMetrics:
@@ -86,22 +91,27 @@ class RequestMetrics:
         def histogram(name: str, text: str, boundaries: list[float]) -> Histogram:
             return Histogram(name, text, boundaries=boundaries, tag_keys=by_pool)
 
-        self._ttft = histogram("sluice_time_to_first_token_seconds", "Received to first token sent.", _SECONDS)
+        self._ttft = histogram("sluice_time_to_first_token_seconds", "Received to first token sent.", SECONDS)
         self._tpot = histogram(
-            "sluice_time_per_output_token_seconds", "(last - first token) / (n - 1).", _PER_TOKEN_SECONDS
+            "sluice_time_per_output_token_seconds", "(last - first token) / (n - 1).", PER_TOKEN_SECONDS
         )
-        self._total = histogram("sluice_request_duration_seconds", "Received to finished.", _SECONDS)
+        self._gaps = histogram(
+            "sluice_inter_token_latency_seconds",
+            "Between a token and the one before it, in the engine: a sample of every 16th.",
+            PER_TOKEN_SECONDS,
+        )
+        self._total = histogram("sluice_request_duration_seconds", "Received to finished.", SECONDS)
         self._prompts = histogram("sluice_prompt_tokens", "Prompt tokens per finished request.", _TOKENS)
         self._phases = {
-            "render": histogram("sluice_render_seconds", "Received to rendered.", _SECONDS),
-            "queue": histogram("sluice_queue_seconds", "Rendered to first scheduled.", _SECONDS),
-            "hold": histogram("sluice_hold_seconds", "Rendered to dispatched: the ingress's part of queue.", _SECONDS),
+            "render": histogram("sluice_render_seconds", "Received to rendered.", SECONDS),
+            "queue": histogram("sluice_queue_seconds", "Rendered to first scheduled.", SECONDS),
+            "hold": histogram("sluice_hold_seconds", "Rendered to dispatched: the ingress's part of queue.", SECONDS),
             "engine_wait": histogram(
-                "sluice_engine_wait_seconds", "Dispatched to first scheduled: the engine's part of queue.", _SECONDS
+                "sluice_engine_wait_seconds", "Dispatched to first scheduled: the engine's part of queue.", SECONDS
             ),
-            "prefill": histogram("sluice_prefill_seconds", "First scheduled to first token.", _SECONDS),
-            "decode": histogram("sluice_decode_seconds", "First to last token.", _SECONDS),
-            "relay": histogram("sluice_relay_seconds", "Last token to the last byte handed on.", _SECONDS),
+            "prefill": histogram("sluice_prefill_seconds", "First scheduled to first token.", SECONDS),
+            "decode": histogram("sluice_decode_seconds", "First to last token.", SECONDS),
+            "relay": histogram("sluice_relay_seconds", "Last token to the last byte handed on.", SECONDS),
         }
         self._prediction = histogram(
             "sluice_ttft_over_predicted_ratio", "Time to first token over what admission predicted.", _RATIOS
@@ -146,7 +156,7 @@ class RequestMetrics:
             self._refusals.inc(1, {**by_class, "reason": record.reason})
         for step in record.steps:
             name = step.partition("=")[0]
-            if name in _STEPS:
+            if name in STEPS:
                 self._degradations.inc(1, {**by_class, "step": name})
         if record.is_spilled:
             self._spillovers.inc(1, {**tags, "home_pool": record.home_pool})
@@ -159,8 +169,7 @@ class RequestMetrics:
         if record.is_slow_reader:
             self._slow_readers.inc(1, by_class)
         if record.wasted_tokens:
-            why = "cancelled" if record.outcome == "cancelled" else verdict or record.outcome
-            self._wasted_tokens.inc(record.wasted_tokens, {**tags, "why": why})
+            self._wasted_tokens.inc(record.wasted_tokens, {**tags, "why": why_wasted(record)})
         if timeline.output_tokens:
             self._output_tokens.inc(timeline.output_tokens, tags)
         if record.outcome == "finished":
@@ -182,6 +191,8 @@ class RequestMetrics:
                 self._prediction.observe(ttft / record.predicted_ttft_s, tags)
         if tpot is not None:
             self._tpot.observe(tpot, tags)
+        for gap in timeline.causes.gaps:
+            self._gaps.observe(gap, tags)
         self._total.observe(record.end - timeline.received, tags)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from app.types import ClockReading, EngineFacts, Timeline
+from app.types import ClockReading, EngineCauses, EngineFacts, Timeline
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
@@ -66,7 +66,14 @@ def with_facts(timeline: Timeline, facts: EngineFacts, clock: ClockReading) -> T
         output_tokens=facts.output_tokens,
         sequences=facts.sequences,
         preemptions=facts.preemptions,
+        causes=_moved(facts.causes, shift),
     )
+
+
+def _moved(causes: EngineCauses, shift: float) -> EngineCauses:
+    if not shift or not causes.preempted:
+        return causes
+    return replace(causes, preempted=tuple(at + shift for at in causes.preempted))
 
 
 @dataclass(frozen=True, slots=True)

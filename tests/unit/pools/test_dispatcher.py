@@ -132,3 +132,17 @@ def test_a_refusal_says_why_and_what_else_there_is(refuse: Refuse, kind: type[Re
     if refuse.predicted_ttft_s is not None:
         assert details["predicted_ttft_ms"] == 2500
         assert details["ttft_target_ms"] == 1000
+
+
+async def test_a_held_request_knows_whose_end_let_it_go(room: Room) -> None:
+    first = await room.dispatcher.admit(demand("batch", received=room.now), "first")
+    assert first.waited_for is None
+    room.fill()
+    waiting = asyncio.ensure_future(room.dispatcher.admit(demand("batch", received=room.now), "second"))
+    await asyncio.sleep(0)
+    room.now += 1
+    first.close()
+    room.tell(load())
+    ticket = await asyncio.wait_for(waiting, 5)
+    assert ticket.waited_for == "first"
+    ticket.close()

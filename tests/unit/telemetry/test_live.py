@@ -6,7 +6,7 @@ import pytest
 
 from app.telemetry.live import ClassSample, merged, percentiles, sample, slow
 from app.telemetry.record import RequestRecord
-from tests.unit.telemetry.test_record import DONE, NOTHING
+from tests.support.records import DONE, NOTHING
 
 LATE = replace(DONE, ttft_target_s=1.0)
 REFUSED = replace(NOTHING, outcome="rejected", status=503, reason="no_room")

@@ -11,39 +11,13 @@ from app.telemetry.access_log import AccessLog
 from app.telemetry.explain import describe, why
 from app.telemetry.ledger import Ledger
 from app.telemetry.record import RequestRecord, Verdict
-from app.types import Timeline
+from app.types import EngineCauses
+from tests.support.records import DONE, NOTHING
 
-DONE = RequestRecord(
-    request_id="r-1",
-    route="chat",
-    timeline=Timeline(
-        received=10.0,
-        rendered=10.1,
-        dispatched=10.2,
-        queued=10.2,
-        scheduled=12.0,
-        first_token=12.4,
-        first_sent=12.5,
-        last_token=14.4,
-        finished=14.5,
-        prompt_tokens=900,
-        cached_tokens=100,
-        output_tokens=41,
-    ),
-    end=14.5,
-    received_at=1_700_000_000.0,
-    outcome="finished",
-    service_class="interactive",
-    home_pool="interactive",
-    pool="batch",
-    status=200,
-    ttft_target_s=3.0,
-    tpot_target_s=0.06,
-    predicted_ttft_s=0.4,
-    predicted_wait_s=0.2,
-)
-# It went away, was refused, failed before it had a first token.
-NOTHING = replace(DONE, timeline=Timeline(received=10.0, rendered=10.1), end=10.2, pool="interactive")
+
+def slowed(**causes: Any) -> RequestRecord:
+    """One whose engine tells what delayed it."""
+    return replace(DONE, timeline=replace(DONE.timeline, causes=EngineCauses(**causes)))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +84,35 @@ def test_a_record_is_told_in_milliseconds() -> None:
             "Its first token came 1.5 s late: it waited 1.8 s in the engine of pool batch (predicted: 400 ms).",
         ),
         (replace(DONE, tpot_target_s=0.04), "Its tokens came every 50 ms, and should every 40 ms."),
+        (
+            slowed(ahead_tokens=12_345, ahead_prefills=3, waited_steps=40),
+            "It waited 1.8 s in the engine of pool batch behind 12,345 prompt tokens of 3 other requests.",
+        ),
+        (
+            slowed(ahead_tokens=200, ahead_prefills=1, waited_steps=40, no_room_steps=30),
+            "It waited 1.8 s in the engine of pool batch behind 200 prompt tokens of 1 other request, for want of a "
+            "slot or KV cache in 30 of 40 steps.",
+        ),
+        (
+            replace(slowed(waited_steps=40, no_room_steps=40), ttft_target_s=2.0),
+            "Its first token came 500 ms late: it waited 1.8 s in the engine of pool batch, for want of a slot or KV "
+            "cache in 40 of 40 steps (predicted: 400 ms).",
+        ),
+        (
+            replace(
+                slowed(chunks=3, prefill_steps=9),
+                timeline=replace(slowed(chunks=3, prefill_steps=9).timeline, scheduled=10.3),
+            ),
+            "It took 2.1 s to prefill 800 tokens in 3 parts, standing back for others in 6 of 9 steps.",
+        ),
+        (
+            replace(slowed(slow_gaps=5, longest_gap_s=0.31), tpot_target_s=0.04),
+            "Its tokens came every 50 ms, and should every 40 ms: 5 steps took longer, the longest 310 ms.",
+        ),
+        (
+            replace(DONE, end=19.4, timeline=replace(DONE.timeline, finished=19.4), predicted_wait_s=0.0),
+            "It waited 1.8 s in the engine of pool batch, and its client took 5.0 s longer to read it.",
+        ),
         (replace(DONE, outcome="cancelled"), "Its client gave it up in the phase relay, after 4.5 s."),
         (replace(DONE, outcome="cancelled", is_slow_reader=True), "Its client stopped reading."),
         (
@@ -155,7 +158,7 @@ def test_none_are_kept_where_none_are_wanted() -> None:
 
 
 def test_a_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "sluice.access"):
+    with caplog.at_level(logging.INFO, "ray.serve.sluice.access"):
         AccessLog().ended(replace(DONE, key="team", trace_id="t"))
         AccessLog().ended(replace(NOTHING, outcome="failed", reason="replica_lost"))
     first, second = (json.loads(record.message) for record in caplog.records)

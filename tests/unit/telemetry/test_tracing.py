@@ -1,23 +1,37 @@
 """Spans as a receiver gets them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 from app.config import TracingConfig
 from app.errors import ConfigError
-from app.telemetry.tracing import Tracing, carrier_from_headers, end_span, mark_outcome
-from app.types import ClockReading, Outcome, Timeline
+from app.telemetry.tracing import Tracing, add_events, carrier_from_headers, end_span, mark_outcome
+from app.types import ClockReading, EngineCauses, Outcome, Timeline
+from tests.support.records import DONE
 
 CLOCK = ClockReading(boot_id="a", wall_offset=1000.0)
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 PARENT = {"traceparent": f"00-{TRACE_ID:032x}-b7ad6b7169203331-01"}
+CAUSES = EngineCauses(ahead_tokens=700, ahead_prefills=2, chunks=3, prefill_steps=5, preempted=(7.0,))
 TIMELINE = Timeline(
-    received=1.0, rendered=2.0, dispatched=3.0, queued=4.0, scheduled=5.0, first_token=6.0, last_token=8.0, finished=9.0
+    received=1.0,
+    rendered=2.0,
+    dispatched=3.0,
+    queued=4.0,
+    scheduled=5.0,
+    first_token=6.0,
+    first_sent=6.5,
+    last_token=8.0,
+    finished=9.0,
+    causes=CAUSES,
 )
+RECORD = replace(DONE, timeline=TIMELINE, end=9.0, ttft_target_s=6.0)
 
 
 @pytest.fixture
@@ -40,7 +54,8 @@ def spans_by_name(tracing: Tracing, exporter: InMemorySpanExporter) -> dict[str,
 def test_a_trace_continues_the_callers_and_nests_the_phases(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
     server = tracing.start("POST /v1/completions", SpanKind.SERVER, PARENT, 1.0, CLOCK)
     names = ("render", "queue", "prefill", "decode", "relay")
-    tracing.write_phases(tracing.inject(server), TIMELINE, CLOCK, 9.0, names, "finished", {"sluice.pool": "p"})
+    other = trace.SpanContext(1, 2, is_remote=False)
+    tracing.write_phases(tracing.inject(server), RECORD, CLOCK, {"sluice.pool": "p"}, [other])
     end_span(server, 9.0, CLOCK)
 
     spans = spans_by_name(tracing, exporter)
@@ -63,6 +78,10 @@ def test_a_trace_continues_the_callers_and_nests_the_phases(tracing: Tracing, ex
     assert queue.attributes is not None
     assert queue.attributes["sluice.queue.hold_seconds"] == 1.0
     assert queue.attributes["sluice.queue.engine_wait_seconds"] == 2.0
+    assert queue.attributes["sluice.queue.ahead_tokens"] == 700
+    assert [link.context for link in spans["queue.hold"].links] == [other]
+    assert spans["prefill"].attributes is not None
+    assert spans["prefill"].attributes["sluice.prefill.yielded_steps"] == 2
 
 
 @pytest.mark.parametrize(
@@ -78,9 +97,9 @@ def test_a_request_that_ends_early_ends_its_phase_marked_as_what_it_is(
     tracing: Tracing, exporter: InMemorySpanExporter, outcome: Outcome, status: StatusCode
 ) -> None:
     timeline = Timeline(received=1.0, rendered=2.0, dispatched=3.0)
-    tracing.write_phases(PARENT, timeline, CLOCK, 7.0, ("queue", "prefill", "decode"), outcome, {})
+    tracing.write_phases(PARENT, replace(RECORD, timeline=timeline, end=7.0, outcome=outcome), CLOCK, {})
     spans = spans_by_name(tracing, exporter)
-    assert set(spans) == {"queue", "queue.hold", "queue.engine_wait"}
+    assert set(spans) == {"render", "queue", "queue.hold", "queue.engine_wait"}
     assert spans["queue"].end_time == 1_007_000_000_000
     assert spans["queue"].attributes is not None
     assert spans["queue"].attributes["sluice.outcome"] == outcome
@@ -92,10 +111,35 @@ def test_an_unsampled_caller_is_not_traced(tracing: Tracing, exporter: InMemoryS
     span = tracing.start("POST /", SpanKind.SERVER, unsampled, 1.0, CLOCK)
     mark_outcome(span, "finished")
     carrier = tracing.inject(span)
-    tracing.write_phases(carrier, TIMELINE, CLOCK, 9.0, ("queue",), "finished", {})
+    assert not tracing.keeps(span, replace(RECORD, outcome="failed"))
+    tracing.write_phases(carrier, RECORD, CLOCK, {})
     end_span(span, 2.0, CLOCK)
     assert carrier["traceparent"].endswith("-00")
     assert spans_by_name(tracing, exporter) == {}
+
+
+def test_events_tell_what_happened_and_when(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+    span = tracing.start("POST /", SpanKind.SERVER, {}, 1.0, CLOCK)
+    add_events(span, replace(RECORD, steps=("max_tokens=64",)), CLOCK)
+    end_span(span, 9.0, CLOCK)
+    events = [(event.name, event.timestamp) for event in spans_by_name(tracing, exporter)["POST /"].events]
+    assert events == [
+        ("spillover", 1_003_000_000_000),
+        ("degradation", 1_003_000_000_000),
+        ("preemption", 1_007_000_000_000),
+        ("first_token", 1_006_500_000_000),
+    ]
+
+
+def test_with_a_ratio_the_end_decides_unless_the_caller_did(exporter: InMemorySpanExporter) -> None:
+    tracing = Tracing(TracingConfig(sample_ratio=0.0), "ingress", exporter)
+    own = tracing.start("POST /", SpanKind.SERVER, {}, 1.0, CLOCK)
+    asked = tracing.start("POST /", SpanKind.SERVER, PARENT, 1.0, CLOCK)
+    assert own.is_recording()
+    assert not tracing.keeps(own, RECORD)
+    assert tracing.keeps(own, replace(RECORD, outcome="failed"))
+    assert tracing.keeps(asked, RECORD)
+    tracing.shutdown()
 
 
 def test_only_trace_context_is_taken_from_the_headers() -> None:
