@@ -250,11 +250,20 @@ class ReplicaState:
 
 
 # A replica's stream: Accepted, Head, and where the answer is streamed, SSE bytes that are ready to send and a Tail.
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """What became of a request that was cancelled, told after the end of its answer. `at`: when its engine had dropped
+    it, in seconds on the clock of its facts."""
+
+    facts: EngineFacts
+    at: float
+
+
 ReplicaItem = Accepted | Head | bytes | Tail
 
-# What a channel carries: answers' numbers and items, in the order in which they belong to each answer; and, under the
-# number 0, the replica's state.
-Frame = list[tuple[int, ReplicaItem | ReplicaState]]
+# What a channel carries: answers' numbers and items, in the order in which they belong to each answer; what became of
+# those that were cancelled; and, under the number 0, the replica's state.
+Frame = list[tuple[int, ReplicaItem | Aborted | ReplicaState]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,9 @@ from app.errors import (
 from app.routing.classify import classify
 from app.routing.keys import Caller, Grant, Keys
 from app.telemetry.record import RecordSink, RequestRecord
-from app.telemetry.timeline import read_clock, server_timing, with_facts
+from app.telemetry.timeline import clock_shift, read_clock, server_timing, with_facts
 from app.telemetry.tracing import Tracing, add_events, carrier_from_headers, end_span, ids, mark_outcome
-from app.types import UNKNOWN, ClockReading, Head, JsonObject, Outcome, Rendered, Route, Tail, Timeline
+from app.types import UNKNOWN, Aborted, ClockReading, Head, JsonObject, Outcome, Rendered, Route, Tail, Timeline
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -401,8 +401,12 @@ class Generation:
             exchange.outcome, exchange.error_type = "failed", "stream_error"
         await responder.end_stream(item.body)
 
-    def _learn(self, exchange: _Exchange, item: Head | Tail) -> None:
-        exchange.timeline = with_facts(exchange.timeline, item.facts, exchange.clock)
+    def _learn(self, exchange: _Exchange, item: Head | Tail | Aborted) -> None:
+        timeline = with_facts(exchange.timeline, item.facts, exchange.clock)
+        if isinstance(item, Aborted) or (isinstance(item, Head) and not item.final):
+            # The last so far.
+            timeline.last_token = None
+        exchange.timeline = timeline
 
     async def _fail(self, exchange: _Exchange, error: RequestError) -> None:
         exchange.outcome, exchange.error_type = error.outcome, error.kind
@@ -417,7 +421,7 @@ class Generation:
             logger.debug("request %s: the client left before its error was sent", exchange.request_id)
 
     def _close(self, exchange: _Exchange) -> None:
-        """Whatever happened: end the spans, count the request."""
+        """Whatever happened: the request is not in hand any more."""
         if exchange.entry is not None and exchange.recording is None:
             self._requests.remove(exchange.entry)
         end = time.monotonic()
@@ -428,13 +432,34 @@ class Generation:
             self._keys.release(exchange.grant, timeline.prompt_tokens + timeline.output_tokens)
         if exchange.service_class != UNKNOWN:
             self._metrics.left(exchange.service_class)
+        if outcome == "cancelled" and exchange.stream is not None:
+            # What it had cost by then, its engine knows.
+            after = asyncio.get_running_loop().create_task(
+                self._record_aborted(exchange, exchange.stream, end), context=contextvars.Context()
+            )
+            _background.add(after)
+            after.add_done_callback(_background.discard)
+        else:
+            self._record(exchange, end)
+
+    async def _record_aborted(self, exchange: _Exchange, stream: ReplicaStream, end: float) -> None:
+        aborted = await stream.aborted()
+        abort_s = None
+        if aborted is not None:
+            self._learn(exchange, aborted)
+            abort_s = max(0.0, aborted.at + clock_shift(aborted.facts.clock, exchange.clock) - end)
+        self._record(exchange, end, abort_s)
+
+    def _record(self, exchange: _Exchange, end: float, abort_s: float | None = None) -> None:
+        """Tell everybody who wants to know what became of a request."""
+        timeline = exchange.timeline
         record = RequestRecord(
             request_id=exchange.request_id,
             route=exchange.route,
             timeline=timeline,
             end=end,
             received_at=timeline.received + exchange.clock.wall_offset,
-            outcome=outcome,
+            outcome=exchange.outcome,
             service_class=exchange.service_class,
             home_pool=exchange.home_pool,
             pool=exchange.pool,
@@ -450,6 +475,7 @@ class Generation:
             steps=exchange.steps,
             notes=exchange.notes,
             is_slow_reader=exchange.is_slow_reader,
+            abort_s=abort_s,
         )
         if self._tracing.keeps(exchange.span, record):
             record = self._write_trace(exchange, record)

@@ -19,7 +19,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from app.types import Frame, ReplicaItem, ReplicaState
+from app.types import Aborted, Frame, ReplicaItem, ReplicaState
 
 # Serve's messages between processes may have 4 MiB unless configured otherwise.
 _MAX_FRAME_BYTES = 1 << 20
@@ -159,6 +159,7 @@ class Outbox:
         self._state_timer_s = 0.0
         self._outlets: dict[int, Outlet] = {}
         self._queue: deque[Outlet] = deque()
+        self._aborted: list[tuple[int, Aborted]] = []
         self._wake = asyncio.Event()
         self.broken = False
 
@@ -174,6 +175,12 @@ class Outbox:
         outlet = self._outlets.get(number)
         if outlet is not None:
             outlet._pause(paused)
+
+    def tell_aborted(self, number: int, aborted: Aborted) -> None:
+        """What became of an answer that has no outlet any more."""
+        if not self.broken:
+            self._aborted.append((number, aborted))
+            self._wake.set()
 
     def hurry(self) -> None:
         """The replica has something to do: its state is wanted soon, also where none of the answers go by this."""
@@ -193,7 +200,7 @@ class Outbox:
         quiet_until = loop.time() + self._idle_s
         try:
             while True:
-                while not self._queue and not self._is_state_due:
+                while not self._queue and not self._is_state_due and not self._aborted:
                     if self._outlets:
                         quiet_until = math.inf
                     elif quiet_until == math.inf:
@@ -233,6 +240,8 @@ class Outbox:
             state = self._state()
             frame.append((STATE_NUMBER, state))
             self._expect_state(STATE_PERIOD_S if any(state.sequences.values()) else IDLE_STATE_PERIOD_S)
+        frame += self._aborted
+        self._aborted.clear()
         while self._queue and size < _MAX_FRAME_BYTES:
             outlet = self._queue.popleft()
             for item in outlet._take():

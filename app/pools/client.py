@@ -26,6 +26,7 @@ from app.errors import AcceptTimeout, InternalError, PoolSaturated, PoolUnavaila
 from app.pools import members
 from app.pools.channel import Mailbox
 from app.types import (
+    Aborted,
     Accepted,
     EngineRequest,
     Head,
@@ -45,6 +46,8 @@ _UNAVAILABLE_RETRY_AFTER_S = 5.0
 MAILBOX_BYTES = 256 << 10
 _CHANNEL_OPEN_S = 10.0
 _CHANNEL_LAG_S = 5.0
+# How long a replica may take to tell what became of a request that was cancelled.
+_ABORT_S = 5.0
 # Until a channel that broke is opened again, while its replica is said to be there.
 _REOPEN_S = 0.5
 
@@ -80,6 +83,7 @@ class ReplicaStream:
         self._mailbox = Mailbox(MAILBOX_BYTES, self._full)
         self._reader = pool._keep(self._read_call())
         self._is_over = False
+        self._aborted: asyncio.Future[Aborted | None] | None = None
         self.replica_id: str | None = None
         self.channel: int | None = None
 
@@ -121,9 +125,15 @@ class ReplicaStream:
 
     def cancel(self) -> None:
         """Stop the request wherever it is; harmless after its end."""
+        if self.channel is not None and not self._is_over and self._aborted is None:
+            self._aborted = self._pool._expect_aborted(self._number)
         self._pool._ended(self._number)
         self._response.cancel()
         self._reader.cancel()
+
+    async def aborted(self) -> Aborted | None:
+        """What became of it after it was cancelled; None where the replica does not tell in time."""
+        return None if self._aborted is None else await self._aborted
 
     def deliver(self, item: ReplicaItem, channel: int | None) -> None:
         """An item that came by a channel, or by the request's own call."""
@@ -192,6 +202,8 @@ class PoolClient:
         self._ingress = uuid.uuid4().hex
         self._numbers = itertools.count(1)
         self._streams: dict[int, ReplicaStream] = {}
+        # Cancelled answers whose replicas have yet to tell what became of them.
+        self._aborted: dict[int, asyncio.Future[Aborted | None]] = {}
         self._channels: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # By gRPC instead of Ray's object store; and nothing here needs more than plain pickle, which is a few times
@@ -234,6 +246,18 @@ class PoolClient:
     def _ended(self, number: int) -> None:
         self._streams.pop(number, None)
 
+    def _expect_aborted(self, number: int) -> asyncio.Future[Aborted | None]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Aborted | None] = loop.create_future()
+        self._aborted[number] = future
+        loop.call_later(_ABORT_S, self._tell_aborted, number, None)
+        return future
+
+    def _tell_aborted(self, number: int, aborted: Aborted | None) -> None:
+        future = self._aborted.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(aborted)
+
     async def _run_channel(self, replica_id: str, channel: int) -> None:
         """Open a channel to a replica and give what it brings to the answers, until the replica ends it.
 
@@ -252,6 +276,9 @@ class PoolClient:
                         if isinstance(item, ReplicaState):
                             if self._watcher is not None:
                                 self._watcher.learn(self.name, item)
+                            continue
+                        if isinstance(item, Aborted):
+                            self._tell_aborted(number, item)
                             continue
                         # Answers whose client has left are still on their way for a moment.
                         stream = streams.get(number)

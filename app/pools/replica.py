@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter as Tally
 from collections.abc import AsyncIterator
 
@@ -13,6 +14,7 @@ from app.engine.environment import prepare_engine_process, settle_process
 from app.pools.channel import Outbox
 from app.telemetry.timeline import read_clock
 from app.types import (
+    Aborted,
     Accepted,
     EngineRequest,
     Frame,
@@ -88,6 +90,8 @@ class VLLMReplica:
                 first.cancel()
                 await asyncio.wait({first})
             await items.aclose()
+            if is_here and outbox is not None:
+                outbox.tell_aborted(request.number, Aborted(call.facts(), time.monotonic()))
 
     def _enter(self, request: EngineRequest) -> None:
         self._sequences[request.service_class] += request.sequences

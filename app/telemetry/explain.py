@@ -46,6 +46,7 @@ def describe(record: RequestRecord) -> dict[str, Any]:
         "preemptions": timeline.preemptions,
         "engine": _engine(record),
         "attempts": record.attempts,
+        "abort_ms": _ms(record.abort_s),
         "degraded": list(record.steps),
         "notes": list(record.notes),
     }

@@ -71,6 +71,12 @@ class RequestMetrics:
             "Requests that were given up, by the phase that they were in.",
             tag_keys=(*by_pool, "phase"),
         )
+        self._aborts = Histogram(
+            "sluice_time_to_abort_seconds",
+            "From when a client was known to have left until the engine had dropped its request.",
+            boundaries=SECONDS,
+            tag_keys=by_pool,
+        )
         self._wasted_tokens = Counter(
             "sluice_wasted_tokens",
             "Prompt and output tokens computed for requests that did not get what they were promised, by why.",
@@ -166,6 +172,8 @@ class RequestMetrics:
             self._preemptions.inc(timeline.preemptions, tags)
         if record.outcome == "cancelled":
             self._cancels.inc(1, {**tags, "phase": record.phase})
+            if record.abort_s is not None:
+                self._aborts.observe(record.abort_s, tags)
         if record.is_slow_reader:
             self._slow_readers.inc(1, by_class)
         if record.wasted_tokens:

@@ -75,6 +75,7 @@ class OtlpMetrics:
         )
         names = ("render", "queue", "hold", "engine_wait", "prefill", "decode", "relay")
         self._phases = {name: seconds(f"sluice.{name}.duration", f"The phase {name}.") for name in names}
+        self._aborts = seconds("sluice.abort.duration", "From when a client had left until its engine had dropped it.")
         self._tokens = meter.create_counter("sluice.tokens", "{token}", "Tokens of finished requests, by type.")
         self._verdicts = meter.create_counter(
             "sluice.slo.requests", "{request}", "Requests that were promised something, by what became of it."
@@ -125,6 +126,8 @@ class OtlpMetrics:
             self._preemptions.add(timeline.preemptions, base, where)
         if record.wasted_tokens:
             self._wasted.add(record.wasted_tokens, {**base, "sluice.why": why_wasted(record)}, where)
+        if record.abort_s is not None:
+            self._aborts.record(record.abort_s, base, where)
         if record.outcome == "finished":
             self._time(record, base, whole)
 

@@ -34,8 +34,9 @@ class RequestRecord:
     `received_at`: Unix time, in seconds; `end`: on the timeline's clock. `home_pool`: where the rule table sends it;
     `pool`: where it was served. `ttft_target_s`, `tpot_target_s`: None for none. `reason`: why it was refused, or the
     kind of the error; "" for none. `predicted_ttft_s`, `predicted_wait_s`: what admission expected, the latter for
-    others' work. `steps`: what it gave up not to be refused; `notes`: what its class's limits changed. `trace_id`,
-    `span_id`: "" where it is not traced, or its trace is not kept.
+    others' work. `steps`: what it gave up not to be refused; `notes`: what its class's limits changed. `abort_s`: from
+    its client's leaving until its engine had dropped it; None where that is not known. `trace_id`, `span_id`: "" where
+    it is not traced, or its trace is not kept.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class RequestRecord:
     steps: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     is_slow_reader: bool = False
+    abort_s: float | None = None
     span_id: str = ""
 
     @property

@@ -9,6 +9,7 @@ from app.pools.client import PoolWatcher
 from app.telemetry.record import RequestRecord
 from app.telemetry.timeline import read_clock
 from app.types import (
+    Aborted,
     EngineFacts,
     EngineRequest,
     Head,
@@ -71,6 +72,8 @@ class FakeStream:
         self.replica_id: str | None = None
         self.accept_error: Exception | None = None
         self.cancelled = False
+        # What the replica tells after the request was cancelled.
+        self.last_words: Aborted | None = None
 
     def put(self, *items: Head | bytes | Tail | Exception) -> None:
         for item in items:
@@ -99,6 +102,9 @@ class FakeStream:
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    async def aborted(self) -> Aborted | None:
+        return self.last_words
 
 
 class FakePool:

@@ -20,7 +20,7 @@ from app.pools.dispatcher import Dispatcher
 from app.routing.keys import KeyConfig, Keys, hash_key
 from app.telemetry.timeline import read_clock
 from app.telemetry.tracing import Tracing
-from app.types import EngineLoad, Head, PoolHealth, ReplicaState, Tail
+from app.types import Aborted, EngineLoad, Head, PoolHealth, ReplicaState, Tail
 from tests.support.asgi import Client
 from tests.support.fakes import FakeMetrics, FakePool, FakeRenderer, facts
 from tests.support.fleet import load
@@ -185,6 +185,28 @@ async def test_a_reader_that_stops_is_given_up_and_counted(bench: Bench) -> None
     assert stream.cancelled
     assert bench.outcomes == [("standard", "interactive", "cancelled")]
     assert bench.metrics.ends[0].is_slow_reader
+
+
+async def test_what_a_cancelled_request_had_cost_is_what_its_engine_says(bench: Bench) -> None:
+    client = bench.post({**HELLO, "stream": True})
+    stream = bench.pools["interactive"].stream
+    began = time.monotonic()
+    stamps = {"queued": began, "scheduled": began, "first_token": began}
+    stream.put(Head(200, b"1", final=False, facts=facts(**stamps, last_token=began, prompt_tokens=5, output_tokens=1)))
+    await client.until_sent(2)
+    last = facts(**stamps, last_token=began, prompt_tokens=5, output_tokens=40)
+    stream.last_words = Aborted(last, time.monotonic() + 3.0)
+    client.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await client.task
+    async with asyncio.timeout(5):
+        while not bench.metrics.ends:  # noqa: ASYNC110  # it is told by a task that nobody holds
+            await asyncio.sleep(0)
+    (record,) = bench.metrics.ends
+    assert (record.outcome, record.phase, record.timeline.output_tokens) == ("cancelled", "decode", 40)
+    assert record.wasted_tokens == 45
+    assert record.abort_s == pytest.approx(3.0, abs=1.0)
+    assert record.is_slow_reader is False
 
 
 async def test_a_reader_that_is_slow_but_reads_is_kept(bench: Bench) -> None:

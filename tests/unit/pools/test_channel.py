@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from app.pools.channel import ChannelBroken, Mailbox, Outbox
-from app.types import Accepted, Frame, Head, ReplicaState, Tail
+from app.types import Aborted, Accepted, Frame, Head, ReplicaState, Tail
 from tests.support.fakes import facts, no_state
 
 ACCEPTED, HEAD, TAIL = Accepted("r"), Head(200, b"h", final=False, facts=facts()), Tail(facts())
@@ -102,6 +102,16 @@ class TestFrames:
         outbox.rest()
         outlet.put(TAIL)
         assert [number for number, _ in await anext(frames)] == [0, 1]
+
+    async def test_what_became_of_a_cancelled_answer_leaves_without_it(self, outbox: Outbox) -> None:
+        outlet = outbox.open(1)
+        outlet.add("a", write)
+        outlet.close()
+        frame = asyncio.ensure_future(anext(outbox.frames()))
+        await asyncio.sleep(0)
+        aborted = Aborted(facts(), 1.0)
+        outbox.tell_aborted(1, aborted)
+        assert await asyncio.wait_for(frame, 5) == [(1, aborted)]
 
     async def test_a_large_backlog_leaves_in_several_frames(self, outbox: Outbox) -> None:
         for number in range(4):

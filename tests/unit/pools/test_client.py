@@ -23,7 +23,7 @@ from app.pools import client as client_module
 from app.pools import members
 from app.pools.client import MAILBOX_BYTES, PoolClient, ReplicaStream
 from app.telemetry.timeline import read_clock
-from app.types import Accepted, EngineRequest, Head, OpenChannel, PauseAnswer, ReplicaState, Tail, Timeline
+from app.types import Aborted, Accepted, EngineRequest, Head, OpenChannel, PauseAnswer, ReplicaState, Tail, Timeline
 from tests.support.fakes import facts, no_state
 
 
@@ -246,6 +246,25 @@ class TestChannel:
         channel.put([(number, b"late"), (bench.number, Accepted("r")), (bench.number, HEAD)])
         await stream.accepted(5)
         assert await stream.head() is HEAD
+
+    async def test_what_became_of_a_cancelled_answer_is_told_after_its_end(self, bench: Bench) -> None:
+        gone, _, channel = await bench.accepted_on_channel()
+        gone.cancel()
+        aborted = Aborted(facts(), 3.0)
+        channel.put([(bench.number, b"late"), (bench.number, aborted)])
+        assert await asyncio.wait_for(gone.aborted(), 5) is aborted
+
+    async def test_nobody_waits_long_for_what_is_not_told(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(client_module, "_ABORT_S", 0.01)
+        gone, _, _ = await bench.accepted_on_channel()
+        gone.cancel()
+        assert await asyncio.wait_for(gone.aborted(), 5) is None
+        assert not bench.client._aborted
+
+    async def test_of_what_never_was_on_a_channel_nothing_is_expected(self, bench: Bench) -> None:
+        stream, _ = bench.send()
+        stream.cancel()
+        assert await stream.aborted() is None
 
     async def test_when_it_breaks_its_answers_are_lost_and_others_are_not(self, bench: Bench) -> None:
         on_it, _, channel = await bench.accepted_on_channel()
