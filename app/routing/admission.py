@@ -31,7 +31,8 @@ _IDLE_SHARE = 0.1
 # many more requests than others it has on its way where they are made later by half of that.
 _MOST_LATER = 3.0
 _HALF_LATER = 8
-# A key floods its class while it has so many more requests than others that wait for a first token.
+# A key floods its class while it has so many more requests than others: of those that wait for a first token, for it to
+# give way; of all in hand, for others to avoid it.
 _FLOOD = 8
 # A key counts as one of those that share a class for so long after its last request.
 _ACTIVE_S = 60.0
@@ -89,12 +90,17 @@ class _Held:
 
 @dataclass(slots=True)
 class _Share:
-    """What a class knows of a key. `clock`: its virtual time; `waiting`: prompt tokens that were dispatched and have no
-    first token yet; `held_tokens`: prompt tokens that are held; `seen`: when its last request came."""
+    """What a class knows of a key.
+
+    `clock`: its virtual time. `waiting`: prompt tokens that were dispatched and have no first token yet; `running`:
+    requests that were dispatched and have not ended; `held_tokens`: prompt tokens that are held; `seen`: when its last
+    request came.
+    """
 
     weight: float = 1.0
     clock: float = 0.0
     waiting: int = 0
+    running: int = 0
     held: int = 0
     held_tokens: int = 0
     seen: float = -math.inf
@@ -228,13 +234,15 @@ class Admission:
         entry = self._classes.get(demand.service_class)
         if entry is not None:
             entry.running -= 1
+            self._share(demand.service_class, demand.key).running -= 1
             entry.ends = [*entry.ends[-_ENDS + 1 :], now]
 
     # Decisions.
 
     def _decide(self, held: _Held, now: float) -> Decision | None:
         later_s = self._later(held.demand, now)
-        demand = replace(held.demand, later_s=later_s, gives_way=self._gives_way(held.demand, now))
+        gives_way, roams = self._gives_way(held.demand, now), self._roams(held.demand, now)
+        demand = replace(held.demand, later_s=later_s, gives_way=gives_way, roams=roams)
         choice = self._fleet.choose(demand, now)
         if isinstance(choice, NoRoom):
             held.is_down, held.is_ahead_of_others = choice.is_down, demand.gives_way and not choice.is_down
@@ -264,6 +272,7 @@ class Admission:
             entry, share = self._classes[demand.service_class], self._share(demand.service_class, demand.key)
             share.waiting += demand.prompt_tokens
             entry.running += 1
+            share.running += 1
             # The class's clock is at the start of what was dispatched last.
             entry.clock = self._start(entry, share)
             share.clock = entry.clock + demand.tokens / share.weight
@@ -343,6 +352,16 @@ class Admission:
             return False
         share = self._share(demand.service_class, demand.key)
         return self._beyond_others(_wants(share), demand, share, others) > _FLOOD
+
+    def _roams(self, demand: Demand, now: float) -> bool:
+        """Whether a key has so much less in hand than another that it need not stay where that one crowds."""
+        entry = self._classes[demand.service_class]
+        others = self._active(entry, demand.key, now)
+        if demand.ttft_s is None or not others:
+            return False
+        share = self._share(demand.service_class, demand.key)
+        most = max((other.running + other.held) / other.weight for other in others)
+        return most - (share.running + share.held) / share.weight > _FLOOD
 
     def _beyond_others(self, tokens: int, demand: Demand, share: _Share, others: list[_Share]) -> float:
         """How many requests like this one these tokens of a key are more than what the least of the others wants."""

@@ -227,6 +227,8 @@ class Fleet:
         others = min((option for option in options if option.rank > 0), key=_score, default=None)
         if home is None or others is None:
             return home or others or options[0]
+        if demand.roams and home.prediction is not None and others.prediction is not None:
+            return min(home, others, key=_score)
         if home.prediction is None:
             # What answers but has not run enough to tell how fast it is will only ever tell if it gets something.
             return home if others.prediction is None or home.replica.is_known(now) else others

@@ -38,7 +38,7 @@ class Demand:
     per `PREFIX_TOKENS` tokens; `key`: whose it is, "" for anybody's; `pools`: where it may be served, its home first,
     with those that may only help out after it; `output_tokens`: the most it may generate, all sequences together, None
     where that is left open; `later_s`: how much later than its own its place among others is; `gives_way`: its home is
-    left to others while they use it."""
+    left to others while they use it; `roams`: it goes wherever its first token comes soonest, home or not."""
 
     service_class: str
     prompt_tokens: int
@@ -52,6 +52,7 @@ class Demand:
     pools: tuple[str, ...] = ()
     later_s: float = 0.0
     gives_way: bool = False
+    roams: bool = False
 
     @property
     def deadline(self) -> float:

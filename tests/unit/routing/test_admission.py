@@ -289,9 +289,6 @@ class TestFairness:
         pools = [one.placement.pool for one in flood if isinstance(one, Admit)]
         assert set(pools[:8]) == {"interactive"}
         assert set(pools[10:]) == {"batch"}
-        quiet = desk.arrive(demand(prompt_tokens=10, key="quiet"))
-        assert isinstance(quiet, Admit)
-        assert quiet.placement.pool == "interactive"
 
     def test_what_waits_for_a_place_elsewhere_keeps_nobody_from_home(self) -> None:
         desk = Desk()
@@ -308,6 +305,23 @@ class TestFairness:
         desk.arrive(demand(prompt_tokens=1, key="quiet", pools=HOME_ONLY))
         flood = [desk.arrive(demand(prompt_tokens=1, key="flood", pools=HOME_ONLY)) for _ in range(10)]
         assert all(isinstance(one, Admit) for one in flood)
+
+    def test_others_go_where_a_flood_is_not(self) -> None:
+        desk = Desk()
+        for _ in range(10):
+            desk.arrive(demand(prompt_tokens=1, key="flood"))
+        tell(desk.fleet, "interactive", "interactive-0", load(0.2), 1.0, interactive=10)
+        tell(desk.fleet, "batch", "batch-0", load(), 1.0)
+        one = desk.arrive(demand(prompt_tokens=10, received=1.0, key="quiet"), 1.0)
+        assert isinstance(one, Admit)
+        assert one.placement.pool == "batch"
+        # With ever so little less than the other, it stays at home for that.
+        again = Desk()
+        again.arrive(demand(prompt_tokens=1, key="flood"))
+        tell(again.fleet, "interactive", "interactive-0", load(0.2), 1.0, interactive=10)
+        one = again.arrive(demand(prompt_tokens=10, received=1.0, key="quiet"), 1.0)
+        assert isinstance(one, Admit)
+        assert one.placement.pool == "interactive"
 
     def test_a_key_alone_may_have_everything(self) -> None:
         desk = Desk()
