@@ -57,13 +57,13 @@ def _rate(metric: str, by: str, where: str = "") -> str:
     return f"sum by ({by}) (rate(ray_sluice_{metric}_total{{{where}}}{_RATE}))"
 
 
-def _quantile(quantile: float, metric: str, by: str, where: str = "", prefix: str = "ray_sluice_") -> str:
-    return f"histogram_quantile({quantile}, sum by (le, {by}) (rate({prefix}{metric}_bucket{{{where}}}{_RATE})))"
+def _quantile(quantile: float, metric: str, by: str, where: str = "") -> str:
+    return f"histogram_quantile({quantile}, sum by (le, {by}) (rate(ray_sluice_{metric}_bucket{{{where}}}{_RATE})))"
 
 
-def _percentiles(metric: str, by: str, where: str = "", prefix: str = "ray_sluice_") -> list[Query]:
+def _percentiles(metric: str, by: str, where: str = "") -> list[Query]:
     return [
-        Query(_quantile(quantile, metric, by, where, prefix), f"{{{{{by}}}}} p{quantile * 100:.0f}")
+        Query(_quantile(quantile, metric, by, where), f"{{{{{by}}}}} p{quantile * 100:.0f}")
         for quantile in (0.5, 0.95, 0.99)
     ]
 
@@ -117,8 +117,8 @@ def overview() -> list[Row]:
                 Panel(
                     "Gaps between tokens",
                     "s",
-                    _percentiles("inter_token_latency_seconds", "model_name", prefix="ray_vllm_"),
-                    "Per token, of all pools; a sample of every 16th.",
+                    _percentiles("inter_token_latency_seconds", "class"),
+                    "Between a token and the one before it, in the engine; a sample of every 16th.",
                 ),
             ],
         ),
@@ -151,13 +151,25 @@ def overview() -> list[Row]:
             ],
         ),
         Row(
-            "Refused, moved, lost",
+            "Refused and moved",
             [
                 Panel("Refusals by reason", "reqps", [Query(_rate("refusals", "reason"), "{{reason}}")]),
+                Panel("Gave up not to be refused", "reqps", [Query(_rate("degradations", "step"), "{{step}}")]),
                 Panel(
                     "Spillover", "reqps", [Query(_rate("spillovers", "home_pool, pool"), "{{home_pool}} to {{pool}}")]
                 ),
+            ],
+        ),
+        Row(
+            "Given up and wasted",
+            [
                 Panel("Given up by phase", "reqps", [Query(_rate("cancels", "phase"), "{{phase}}")]),
+                Panel(
+                    "Time to abort",
+                    "s",
+                    _percentiles("time_to_abort_seconds", "class"),
+                    "From when a client was known to have left until the engine had dropped its request.",
+                ),
                 Panel(
                     "Wasted tokens",
                     "short",
@@ -198,6 +210,23 @@ def overview() -> list[Row]:
                     "short",
                     _percentiles("ttft_over_predicted_ratio", "class"),
                     "Real time to first token over the predicted one: 1 is exact.",
+                ),
+            ],
+        ),
+        Row(
+            "GPUs",
+            [
+                Panel(
+                    "GPUs",
+                    "percent",
+                    [Query("avg by (GpuIndex, instance) (ray_node_gpus_utilization)", "{{instance}} {{GpuIndex}}")],
+                    "Utilisation, from NVML by Ray; nothing where there is no GPU.",
+                ),
+                Panel(
+                    "GPU memory",
+                    "decmbytes",
+                    [Query("sum by (GpuIndex, instance) (ray_node_gram_used)", "{{instance}} {{GpuIndex}}")],
+                    "Used, from NVML by Ray; nothing where there is no GPU.",
                 ),
             ],
         ),
