@@ -70,7 +70,7 @@ class Ingress:
         }
         dispatcher = Dispatcher(config, pools)
         health = HealthWatch(serve.get_replica_context().app_name, list(pools))
-        metrics = RequestMetrics(config.classes, dispatcher.admission.held_by_class)
+        metrics = RequestMetrics(config.classes, dispatcher.admission.held_by_class, dispatcher.fleet.answering_by_pool)
         self._gauges = asyncio.create_task(metrics.keep_gauges())
         # Alone, a replica knows all requests.
         peers = Peers(serve.get_replica_context().app_name, "ingress") if config.ingress.num_replicas > 1 else None

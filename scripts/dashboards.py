@@ -187,6 +187,11 @@ def overview() -> list[Row]:
                     [Query("max by (ReplicaId) (ray_vllm_kv_cache_usage_perc)", "{{ReplicaId}}")],
                 ),
                 Panel(
+                    "Replicas that answer",
+                    "short",
+                    [Query("max by (pool) (ray_sluice_replicas_answering)", "{{pool}}")],
+                ),
+                Panel(
                     "Sequences",
                     "short",
                     [
@@ -199,7 +204,8 @@ def overview() -> list[Row]:
                     "percentunit",
                     [
                         Query(
-                            f"sum(rate(ray_vllm_prefix_cache_hits_total{_RATE})) / "
+                            # Until there is a hit nobody counts them.
+                            f"(sum(rate(ray_vllm_prefix_cache_hits_total{_RATE})) or vector(0)) / "
                             f"(sum(rate(ray_vllm_prefix_cache_queries_total{_RATE})) > 0)",
                             "share of prompt tokens",
                         )

@@ -131,6 +131,10 @@ class Fleet:
         """How many of a pool's replicas answer."""
         return sum(1 for replica in self._replicas[pool].values() if not replica.is_lost)
 
+    def answering_by_pool(self) -> dict[str, int]:
+        """How many replicas of each pool answer."""
+        return {pool: self.answering(pool) for pool in self._replicas}
+
     def set_replicas(self, pool: str, replica_ids: Collection[str]) -> None:
         """A pool has these replicas now, and no others."""
         known = self._replicas[pool]

@@ -44,10 +44,17 @@ class RequestMetrics:
     Labels have few values: classes and pools of the configuration, outcomes, verdicts, reasons, phases.
     """
 
-    def __init__(self, classes: Iterable[str], held: Callable[[], Mapping[str, int]] = dict) -> None:
-        """`held`: tells how many requests of each class are held."""
+    def __init__(
+        self,
+        classes: Iterable[str],
+        held: Callable[[], Mapping[str, int]] = dict,
+        answering: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        """`held`: tells how many requests of each class are held; `answering`: how many replicas of each pool
+        answer."""
         by_pool = ("class", "pool")
         self._held = held
+        self._answering = answering
         self._requests = Counter("sluice_requests", "Requests that ended, by outcome.", tag_keys=(*by_pool, "outcome"))
         self._verdicts = Counter(
             "sluice_slo_requests",
@@ -84,6 +91,9 @@ class RequestMetrics:
         )
         self._in_flight = Gauge("sluice_requests_in_flight", "Requests being handled.", tag_keys=("class",))
         self._held_gauge = Gauge("sluice_requests_held", "Requests held for room.", tag_keys=("class",))
+        self._answering_gauge = Gauge(
+            "sluice_replicas_answering", "Replicas that answer, as an ingress replica sees it.", tag_keys=("pool",)
+        )
         self._slow_readers = Counter(
             "sluice_slow_readers", "Requests cancelled because their clients had stopped reading.", tag_keys=("class",)
         )
@@ -140,6 +150,8 @@ class RequestMetrics:
         """Keep the gauges' values exported while nothing changes; runs until it is cancelled."""
         while True:
             held = self._held()
+            for pool, count in self._answering().items():
+                self._answering_gauge.set(count, {"pool": pool})
             for service_class, running in self._running.items():
                 self._in_flight.set(running, {"class": service_class})
                 self._held_gauge.set(held.get(service_class, 0), {"class": service_class})
