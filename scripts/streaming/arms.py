@@ -169,7 +169,7 @@ def _command(arm: str, model: Path, port: int, folder: Path) -> tuple[list[str],
         config.write_text(yaml.safe_dump(_ray_llm(model, port, stock=arm == "ray-llm")))
         return [str(Path(sys.executable).with_name("serve")), "run", str(config)], {}
     config = folder / f"{arm}-{port}.yaml"
-    config.write_text(yaml.safe_dump(_sluice(model, port)))
+    config.write_text(yaml.safe_dump(sluice_config(model, port)))
     return launch(config, "proxy" if arm == "sluice-proxy" else "haproxy"), {}
 
 
@@ -222,7 +222,8 @@ def _ray_llm(model: Path, port: int, *, stock: bool) -> dict[str, Any]:
     }
 
 
-def _sluice(model: Path, port: int) -> dict[str, Any]:
+def sluice_config(model: Path, port: int) -> dict[str, Any]:
+    """The Serve config file of this app as it is compared."""
     engine = {
         "load_format": "dummy",
         "enforce_eager": True,

@@ -201,12 +201,15 @@ def test_the_page_prometheus_and_clients_agree(watched: Watched) -> None:
     wait_for("an empty page", lambda: watched.live("standard")["requests"] == 0, 90)
     if watched.prometheus is not None:
         before = {name: watched.value(expr) for name, expr in exprs.items()}
-    measured = [watched.complete(4000, "default", 24) for _ in range(8)]
+    ids = [f"agree-{time.monotonic_ns()}-{number}" for number in range(8)]
+    measured = [watched.complete(4000, "default", 24, {"x-request-id": request_id}) for request_id in ids]
     wait_for("the page to have all", lambda: watched.live("standard")["requests"] == len(measured))
     page = watched.live("standard")
     ttfts, tpots = [one.ttft for one in measured], [one.tpot for one in measured]
     tokens = sum(one.tokens for one in measured)
 
+    told = [httpx.get(f"{watched.url}/v1/requests/{request_id}", timeout=30).json() for request_id in ids]
+    assert [one["output_tokens"] for one in told] == [one.tokens for one in measured], told
     assert page["attainment"] == 1.0
     assert page["output_tokens_per_s"] * 60 == pytest.approx(tokens, rel=0.05)
     for shown, seen in ((page["ttft_ms"], ttfts), (page["tpot_ms"], tpots)):
@@ -220,10 +223,10 @@ def test_the_page_prometheus_and_clients_agree(watched: Watched) -> None:
         lambda: watched.value(exprs["requests"]) - before["requests"] == len(measured),
         otherwise=lambda: watched.query(exprs["requests"]),
     )
-    told = {name: watched.value(expr) - before[name] for name, expr in exprs.items()}
-    assert told["tokens"] == tokens
-    assert told["ttft"] / len(measured) == pytest.approx(statistics.mean(ttfts), rel=0.05)
-    assert told["tpot"] / len(measured) == pytest.approx(statistics.mean(tpots), rel=0.05)
+    gained = {name: watched.value(expr) - before[name] for name, expr in exprs.items()}
+    assert gained["tokens"] == tokens
+    assert gained["ttft"] / len(measured) == pytest.approx(statistics.mean(ttfts), rel=0.05)
+    assert gained["tpot"] / len(measured) == pytest.approx(statistics.mean(tpots), rel=0.05)
 
 
 @needs_prometheus
