@@ -1,8 +1,8 @@
 """What telemetry costs: tokens/s at 32 streams with everything on, against everything off.
 
 Everything: spans of every request and metrics by OTLP, the access log, kept requests and the console. What Ray exports
-is on in both, as it cannot be switched off. One server after the other, as `./scripts/bench streaming` runs them, the receiver of the
-telemetry on the same cores.
+is on in both, as it cannot be switched off. One server after the other, as `./scripts/bench streaming` runs them; what
+receives the telemetry runs on the same cores.
 """
 
 from __future__ import annotations
