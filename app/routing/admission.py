@@ -31,8 +31,7 @@ _IDLE_SHARE = 0.1
 # many more requests than others it has on its way where they are made later by half of that.
 _MOST_LATER = 3.0
 _HALF_LATER = 8
-# A key floods its class while it has so many more requests than others: of those that wait for a first token, for it to
-# give way; of all in hand, for others to avoid it.
+# A key floods its class while it has more than its share in hand, and so many more requests than another.
 _FLOOD = 8
 # A key counts as one of those that share a class for so long after its last request.
 _ACTIVE_S = 60.0
@@ -104,6 +103,11 @@ class _Share:
     held: int = 0
     held_tokens: int = 0
     seen: float = -math.inf
+
+    @property
+    def in_hand(self) -> int:
+        """Requests, dispatched or held."""
+        return self.running + self.held
 
 
 @dataclass(slots=True)
@@ -241,8 +245,7 @@ class Admission:
 
     def _decide(self, held: _Held, now: float) -> Decision | None:
         later_s = self._later(held.demand, now)
-        gives_way, roams = self._gives_way(held.demand, now), self._roams(held.demand, now)
-        demand = replace(held.demand, later_s=later_s, gives_way=gives_way, roams=roams)
+        demand = replace(held.demand, later_s=later_s, gives_way=self._gives_way(held.demand, now))
         choice = self._fleet.choose(demand, now)
         if isinstance(choice, NoRoom):
             held.is_down, held.is_ahead_of_others = choice.is_down, demand.gives_way and not choice.is_down
@@ -340,33 +343,23 @@ class Admission:
         if demand.ttft_s is None or not others:
             return 0.0
         share = self._share(demand.service_class, demand.key)
-        requests = self._beyond_others(share.waiting, demand, share, others)
+        beyond = share.waiting / share.weight - min(_wants(other) / other.weight for other in others)
+        # In requests like this one.
+        requests = max(0.0, beyond) * share.weight / max(1, demand.prompt_tokens)
         # More is always later, if ever less so: two that have too much differ.
         return demand.ttft_s * _MOST_LATER * requests / (requests + _HALF_LATER)
 
     def _gives_way(self, demand: Demand, now: float) -> bool:
-        """Whether a key wants so much more than others that its class's home is left to them."""
+        """Whether a key has so much more than its share in hand that its class's home is left to others."""
         entry = self._classes[demand.service_class]
         others = self._active(entry, demand.key, now)
         if demand.ttft_s is None or not others:
             return False
         share = self._share(demand.service_class, demand.key)
-        return self._beyond_others(_wants(share), demand, share, others) > _FLOOD
-
-    def _roams(self, demand: Demand, now: float) -> bool:
-        """Whether a key has so much less in hand than another that it need not stay where that one crowds."""
-        entry = self._classes[demand.service_class]
-        others = self._active(entry, demand.key, now)
-        if demand.ttft_s is None or not others:
-            return False
-        share = self._share(demand.service_class, demand.key)
-        most = max((other.running + other.held) / other.weight for other in others)
-        return most - (share.running + share.held) / share.weight > _FLOOD
-
-    def _beyond_others(self, tokens: int, demand: Demand, share: _Share, others: list[_Share]) -> float:
-        """How many requests like this one these tokens of a key are more than what the least of the others wants."""
-        beyond = tokens / share.weight - min(_wants(other) / other.weight for other in others)
-        return max(0.0, beyond) * share.weight / max(1, demand.prompt_tokens)
+        mine, theirs = share.in_hand / share.weight, [other.in_hand / other.weight for other in others]
+        weights = share.weight + sum(other.weight for other in others)
+        fair = (share.in_hand + sum(other.in_hand for other in others)) / weights
+        return mine > fair and mine - min(theirs) > _FLOOD
 
     def _must_wait_for_others(self, demand: Demand, choice: Placement, now: float) -> bool:
         """Whether a key that has more than its share of what waits would stand in others' way."""

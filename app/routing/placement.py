@@ -38,7 +38,7 @@ _ENGINE_QUEUE_SHARE = 0.05
 # but for what is reserved for them.
 _PRESSED_SHARE = 0.4
 _PRESSED_S = 0.5
-# Who gives way may still have a home whose slots the class has no more than this share of.
+# Who gives way may still have a home of whose slots others have no more than this share.
 _UNUSED_SHARE = 0.05
 # What fills a replica weighs as much as this share of the TTFT target.
 _FILL_WEIGHT = 0.25
@@ -207,7 +207,7 @@ class Fleet:
         """Whether a home is kept free of what would lengthen others' steps; with nowhere else to go, none is."""
         if not demand.gives_way or rank > 0 or len(demand.pools) == 1:
             return False
-        return replica.sequences()[demand.service_class] > _UNUSED_SHARE * replica.slots
+        return replica.others_sequences(demand) > _UNUSED_SHARE * replica.slots
 
     def _option(self, replica: Replica, rank: int, demand: Demand, now: float) -> _Option:
         cached = 0
@@ -231,8 +231,6 @@ class Fleet:
         others = min((option for option in options if option.rank > 0), key=_score, default=None)
         if home is None or others is None:
             return home or others or options[0]
-        if demand.roams and home.prediction is not None and others.prediction is not None:
-            return min(home, others, key=_score)
         if home.prediction is None:
             # What answers but has not run enough to tell how fast it is will only ever tell if it gets something.
             return home if others.prediction is None or home.replica.is_known(now) else others

@@ -38,7 +38,7 @@ class Demand:
     per `PREFIX_TOKENS` tokens; `key`: whose it is, "" for anybody's; `pools`: where it may be served, its home first,
     with those that may only help out after it; `output_tokens`: the most it may generate, all sequences together, None
     where that is left open; `later_s`: how much later than its own its place among others is; `gives_way`: its home is
-    left to others while they use it; `roams`: it goes wherever its first token comes soonest, home or not."""
+    left to others while they use it."""
 
     service_class: str
     prompt_tokens: int
@@ -52,7 +52,6 @@ class Demand:
     pools: tuple[str, ...] = ()
     later_s: float = 0.0
     gives_way: bool = False
-    roams: bool = False
 
     @property
     def deadline(self) -> float:
@@ -163,6 +162,14 @@ class Replica:
         for sent in self.unseen():
             counts[sent.demand.service_class] += sent.demand.sequences
         return counts
+
+    def others_sequences(self, demand: Demand) -> int:
+        """Sequences of the same class that it has for other keys, from this ingress."""
+        return sum(
+            sent.demand.sequences
+            for sent in self.sent.values()
+            if sent.demand.key != demand.key and sent.demand.service_class == demand.service_class
+        )
 
     def outstanding_tokens(self) -> int:
         """Tokens that it still has to compute or generate."""

@@ -280,48 +280,43 @@ class TestFairness:
         assert quiet.placement.prediction is not None
         assert quiet.placement.prediction.ttft_s < flood.placement.prediction.ttft_s
 
+    def crowd(self, desk: Desk, key: str, requests: int) -> list[str]:
+        """Have a key send so many; where they go."""
+        decisions = [desk.arrive(demand(prompt_tokens=1, key=key)) for _ in range(requests)]
+        return [one.placement.pool if isinstance(one, Admit) else "" for one in decisions]
+
     def test_a_flood_leaves_the_home_that_others_use_to_them(self) -> None:
         desk = Desk()
-        desk.fill("interactive", interactive=4)
-        desk.arrive(demand(prompt_tokens=10, key="quiet"))
-        flood = [desk.arrive(demand(prompt_tokens=10, key="flood")) for _ in range(14)]
-        assert all(isinstance(one, Admit) for one in flood)
-        pools = [one.placement.pool for one in flood if isinstance(one, Admit)]
-        assert set(pools[:8]) == {"interactive"}
-        assert set(pools[10:]) == {"batch"}
+        assert self.crowd(desk, "quiet", 2) == ["interactive"] * 2
+        pools = self.crowd(desk, "flood", 14)
+        assert set(pools[:10]) == {"interactive"}
+        assert set(pools[12:]) == {"batch"}
+        assert self.crowd(desk, "quiet", 1) == ["interactive"]
+
+    def test_a_home_that_others_hardly_use_is_not_left_to_them(self) -> None:
+        # A twentieth of its 100 slots.
+        desk = Desk(fleet_config(pools__interactive__engine__max_num_seqs=100))
+        self.crowd(desk, "quiet", 2)
+        assert set(self.crowd(desk, "flood", 14)) == {"interactive"}
+
+    def test_who_has_no_more_than_its_share_does_not_give_way_to_the_smallest(self) -> None:
+        desk = Desk(fleet_config(pools__interactive__engine__max_num_seqs=60))
+        self.crowd(desk, "small", 1)
+        self.crowd(desk, "large", 40)
+        assert set(self.crowd(desk, "middle", 12)) == {"interactive"}
 
     def test_what_waits_for_a_place_elsewhere_keeps_nobody_from_home(self) -> None:
         desk = Desk()
-        desk.fill("interactive", interactive=4)
+        self.crowd(desk, "quiet", 2)
         desk.fill("batch", standard=16)
-        desk.arrive(demand(prompt_tokens=10, key="quiet"))
-        flood = [desk.arrive(demand(prompt_tokens=10, key="flood")) for _ in range(14)]
-        assert flood[-1] is None
-        assert isinstance(desk.arrive(demand(prompt_tokens=10, key="quiet")), Admit)
+        assert self.crowd(desk, "flood", 14)[-1] == ""
+        assert self.crowd(desk, "quiet", 1) == ["interactive"]
 
     def test_a_flood_with_nowhere_else_to_go_stays_at_home(self) -> None:
         desk = Desk()
-        desk.fill("interactive", interactive=4)
-        desk.arrive(demand(prompt_tokens=1, key="quiet", pools=HOME_ONLY))
-        flood = [desk.arrive(demand(prompt_tokens=1, key="flood", pools=HOME_ONLY)) for _ in range(10)]
-        assert all(isinstance(one, Admit) for one in flood)
-
-    def test_others_go_where_a_flood_is_not(self) -> None:
-        desk = Desk()
-        for _ in range(10):
-            desk.arrive(demand(prompt_tokens=1, key="flood"))
-        tell(desk.fleet, "interactive", "interactive-0", load(0.2), 1.0, interactive=10)
-        tell(desk.fleet, "batch", "batch-0", load(), 1.0)
-        one = desk.arrive(demand(prompt_tokens=10, received=1.0, key="quiet"), 1.0)
-        assert isinstance(one, Admit)
-        assert one.placement.pool == "batch"
-        # With ever so little less than the other, it stays at home for that.
-        again = Desk()
-        again.arrive(demand(prompt_tokens=1, key="flood"))
-        tell(again.fleet, "interactive", "interactive-0", load(0.2), 1.0, interactive=10)
-        one = again.arrive(demand(prompt_tokens=10, received=1.0, key="quiet"), 1.0)
-        assert isinstance(one, Admit)
-        assert one.placement.pool == "interactive"
+        for key, requests in (("quiet", 2), ("flood", 12)):
+            decisions = [desk.arrive(demand(prompt_tokens=1, key=key, pools=HOME_ONLY)) for _ in range(requests)]
+            assert all(isinstance(one, Admit) for one in decisions)
 
     def test_a_key_alone_may_have_everything(self) -> None:
         desk = Desk()
