@@ -45,6 +45,7 @@ from app.types import ClockReading, EngineFacts, EngineLoad, EngineRequest, Head
 
 _ERROR_CHUNK = 'data: {"error"'
 _CHUNK_START = 'data: {"id"'
+_DONE = "data: [DONE]"
 # Only the usage chunk has no choices; within a JSON string the quotes would be escaped.
 _USAGE_CHUNK = '"choices":[]'
 # What vLLM says of a request that its engine core ended with an error.
@@ -333,8 +334,9 @@ class VLLMEngine:
                 failed = True
             elif _USAGE_CHUNK in event:
                 event = self._with_metrics(event, request, call)
-            # What follows the last token is ready at once, and leaves as one.
-            if failed or call.has_ended:
+            # What follows the last token is ready at once, and leaves as one. With `[DONE]` clients hang up, so nothing
+            # that is still to be told may come after it.
+            if failed or call.has_ended or event.startswith(_DONE):
                 last.append(event)
             else:
                 yield event.encode()
