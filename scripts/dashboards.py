@@ -68,9 +68,12 @@ def _percentiles(metric: str, by: str, where: str = "") -> list[Query]:
     ]
 
 
-def _mean(metric: str, where: str) -> str:
-    name = f"ray_sluice_{metric}"
-    return f"sum (rate({name}_sum{{{where}}}{_RATE})) / sum (rate({name}_count{{{where}}}{_RATE}) > 0)"
+def _mean(phase: str, where: str) -> str:
+    """Of the exact sums: those of Ray's histograms are of their buckets' middles."""
+    more = f",{where}" if where else ""
+    spent = f'ray_sluice_spent_seconds_total{{phase="{phase}"{more}}}'
+    ended = f'ray_sluice_requests_total{{outcome="finished"{more}}}'
+    return f"sum(rate({spent}{_RATE})) / (sum(rate({ended}{_RATE})) > 0)"
 
 
 def _attainment(by: str, where: str = "") -> str:
@@ -80,7 +83,7 @@ def _attainment(by: str, where: str = "") -> str:
 
 def _phases(where: str) -> list[Query]:
     names = ("render", "hold", "engine_wait", "prefill", "decode", "relay")
-    return [Query(_mean(f"{name}_seconds", where), name) for name in names]
+    return [Query(_mean(name, where), name) for name in names]
 
 
 def overview() -> list[Row]:
@@ -223,10 +226,10 @@ def overview() -> list[Row]:
             "GPUs",
             [
                 Panel(
-                    "GPUs",
+                    "GPU utilisation",
                     "percent",
                     [Query("avg by (GpuIndex, instance) (ray_node_gpus_utilization)", "{{instance}} {{GpuIndex}}")],
-                    "Utilisation, from NVML by Ray; nothing where there is no GPU.",
+                    "From NVML by Ray; nothing where there is no GPU.",
                 ),
                 Panel(
                     "GPU memory",

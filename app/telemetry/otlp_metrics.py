@@ -19,7 +19,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from app import __version__
 from app.errors import ConfigError
-from app.telemetry.metrics import PER_TOKEN_SECONDS, SECONDS, STEPS, why_wasted
+from app.telemetry.metrics import PER_TOKEN_SECONDS, SECONDS, STEPS, TTFT_SECONDS, why_wasted
 from app.telemetry.record import RequestRecord
 from app.telemetry.timeline import phases, queue_parts, time_per_output_token, time_to_first_token
 
@@ -69,7 +69,9 @@ class OtlpMetrics:
             return meter.create_histogram(name, "s", text, explicit_bucket_boundaries_advisory=bounds)
 
         self._duration = seconds(gen_ai_names.GEN_AI_SERVER_REQUEST_DURATION, "Received to ended.")
-        self._ttft = seconds(gen_ai_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN, "Received to first token sent.")
+        self._ttft = seconds(
+            gen_ai_names.GEN_AI_SERVER_TIME_TO_FIRST_TOKEN, "Received to first token sent.", TTFT_SECONDS
+        )
         self._tpot = seconds(
             gen_ai_names.GEN_AI_SERVER_TIME_PER_OUTPUT_TOKEN, "(last - first token) / (n - 1).", PER_TOKEN_SECONDS
         )
