@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -83,6 +85,49 @@ async def test_what_accumulates_while_the_reader_is_busy_comes_as_one(engine: An
 async def test_a_reader_that_keeps_up_gets_every_token_at_once(engine: Any) -> None:
     items = [item async for item in engine.answer(request(prompt="x", max_tokens=12, stream=True), engine.new_call())]
     assert len([item for item in items if isinstance(item, bytes)]) >= 10
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}], ids=["plain", "by vLLM's layer"])
+async def test_the_end_that_clients_hang_up_at_comes_with_the_facts(engine: Any, more: dict[str, Any]) -> None:
+    items = [
+        item
+        async for item in engine.answer(
+            request(prompt="x", max_tokens=12, stream=True, stream_options={"include_usage": True}, **more),
+            engine.new_call(),
+        )
+    ]
+    assert isinstance(items[-1], Tail)
+    assert items[-1].body.endswith(b"data: [DONE]\n\n")
+    assert not any(b"[DONE]" in item for item in items if isinstance(item, bytes))
+
+
+async def test_the_facts_say_what_delayed_a_request(engine: Any) -> None:
+    """Three long prompts, then one alike: the engine computes theirs first."""
+
+    def prompt(number: int) -> EngineRequest:
+        ids = [[number, *range(1000, 7000)]]
+        return dataclasses.replace(request(prompt="x", max_tokens=30), request_id=f"r{number}", prompt_token_ids=ids)
+
+    async def head(number: int) -> Head:
+        call = engine.new_call(tpot_s=1e-6)
+        (only,) = [item async for item in engine.answer(prompt(number), call)]
+        assert isinstance(only, Head)
+        return only
+
+    first, *_, last = await asyncio.gather(*(head(number) for number in range(1, 5)))
+    assert b"kv_transfer_params" not in last.body or json.loads(last.body)["kv_transfer_params"] is None
+    assert first.facts.causes.ahead_tokens < last.facts.causes.ahead_tokens
+    told = last.facts.causes
+    assert told.ahead_prefills == 3
+    # What is computed in the step in which it begins, it did not wait for.
+    assert 2 * 6001 < told.ahead_tokens <= 3 * 6001
+    assert told.waited_steps >= 2
+    assert told.chunks >= 1
+    assert told.prefill_steps >= told.chunks
+    # Every gap is longer than that target; two of 29 are kept, or one.
+    assert told.slow_gaps == 29
+    assert len(told.gaps) in (1, 2)
+    assert told.longest_gap_s >= max(told.gaps)
 
 
 async def test_timestamps_are_in_order_and_on_the_shared_clock(engine: Any) -> None:
