@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
 from vllm.v1.executor.abstract import Executor
@@ -156,6 +157,20 @@ def test_queues_of_waiting_requests_have_the_methods_that_ours_has() -> None:
         "add_request", "pop_request", "peek_request", "prepend_request", "prepend_requests", "remove_request",
         "remove_requests", "__bool__", "__len__", "__iter__",
     }  # fmt: skip
+
+
+def test_outputs_carry_what_a_request_waited_for_and_pass_through_one_method() -> None:
+    fields = EngineCoreOutput.__struct_fields__
+    for name in ("request_id", "new_token_ids", "kv_transfer_params", "events"):
+        assert name in fields, name
+    assert EngineCoreEventType.PREEMPTED
+    # Nothing between the engine core and there looks at it.
+    assert list(inspect.signature(OutputProcessor.process_outputs).parameters)[1:3] == [
+        "engine_core_outputs",
+        "engine_core_timestamp",
+    ]
+    assert "output_processor.process_outputs(" in inspect.getsource(AsyncLLM)
+    assert "outputs[request.client_index].append(" in inspect.getsource(Scheduler.update_from_output)
 
 
 def test_scheduler_statistics_carry_a_mapping_of_names_to_integers() -> None:
