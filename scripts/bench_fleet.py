@@ -226,19 +226,22 @@ def main(argv: list[str]) -> int:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Interactive first tokens against all tokens, a point per arm, a panel per scenario."""
+    """All tokens against interactive latency, a point per arm: a row per scenario, a panel per measure."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(results), 4), layout="constrained")
-    for panel, (name, rows) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
-        for arm, row in rows.items():
-            groups = [group for key, group in row["classes"].items() if key.startswith("interactive")]
-            at = max(group["ttft_p99"] for group in groups) if groups else 0.0
-            panel.plot(at * 1000, row["tokens_per_s"]["prompts_too"], "o")
-            panel.annotate(TITLES[arm], (at * 1000, row["tokens_per_s"]["prompts_too"]), fontsize=7)
-        panel.set_title(f"{name} (simulated)")
-        panel.set_xlabel("interactive TTFT p99, ms")
-        panel.set_ylabel("tokens/s, prompts and answers")
+    figure = Figure(figsize=(10, 4 * len(results)), layout="constrained")
+    panels = figure.subplots(len(results), 2, squeeze=False)
+    for row_of_panels, (name, rows) in zip(panels, results.items(), strict=True):
+        for panel, measure in zip(row_of_panels, ("TTFT", "TPOT"), strict=True):
+            for arm, row in rows.items():
+                groups = [group for key, group in row["classes"].items() if key.startswith("interactive")]
+                at = max((group[f"{measure.lower()}_p99"] for group in groups), default=0.0)
+                point = (at * 1000, row["tokens_per_s"]["prompts_too"])
+                panel.plot(*point, "o")
+                panel.annotate(arm, point, fontsize=8, xytext=(4, 4), textcoords="offset points")
+            panel.set_title(f"{name} (simulated)")
+            panel.set_xlabel(f"interactive {measure} p99, ms")
+            panel.set_ylabel("tokens/s, prompts and answers")
     figure.savefig(path)
 
 
